@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -33,7 +32,7 @@ from typing import Any
 from aiohttp import web
 
 from slime.agent.adapters import AgentAdapter
-from slime.agent.engine_access import EnginePolicy, Made, last_of
+from slime.agent.engine_access import EnginePolicy, Made
 from slime.agent.rendering import Renderer
 from slime.agent.session import Budget, Session
 from slime.liveness.stacks import watch_exit
@@ -229,14 +228,14 @@ class InstantPolicy:
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
 
-    async def stream(self, prompt_ids: Any, sampling: Any, **more: Any) -> AsyncGenerator[Made, None]:
+    async def generate(self, prompt_ids: Any, sampling: Any, **more: Any) -> Made:
         meta = {
             "finish_reason": {"type": "stop"},
             "weight_version": "run:1",
             "prompt_tokens": len(prompt_ids),
         }
         spans = [{"version": "run:1", "start": 0, "end": len(self.ids)}]
-        yield Made(list(self.ids), [-0.5] * len(self.ids), spans, "stop", self.ids[-1], None, meta)
+        return Made(list(self.ids), [-0.5] * len(self.ids), spans, "stop", self.ids[-1], None, meta)
 
 
 async def play(session: Session, num_turns: int, *, whole: bool = True) -> list[float]:
@@ -247,7 +246,7 @@ async def play(session: Session, num_turns: int, *, whole: bool = True) -> list[
         started = time.process_time()
         asked = session.ask(messages, after=None if whole else answer)
         times.append(time.process_time() - started)
-        made = await last_of(session.policy.stream(asked.prompt_ids, asked.sampling))
+        made = await session.policy.generate(asked.prompt_ids, asked.sampling)
         answer = session.record(asked, made)
         following = {"role": "user", "content": f"a question of some words, the {turn}th of them"}
         messages = [*messages, answer.message, following] if whole else [following]

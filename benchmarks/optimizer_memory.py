@@ -30,7 +30,7 @@ from train_step import long_tail_samples
 
 from slime.arguments import Args, default_args
 from slime.backends.fsdp import create_backend
-from slime.backends.fsdp.optimizer import build_optimizer
+from slime.backends.fsdp.backend import build_optimizer
 from slime.backends.shared.placed_adam import MomentPlan, PlacedAdamW
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks

@@ -31,6 +31,7 @@ from slime.rollout.generation import generate_request
 from slime.rollout.generation.generate_request import build_request, prepare_prompt
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils.async_utils import run
+from slime.utils.machine.garbage import searching_new_only
 
 NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 NUM_TOKENS = 64
@@ -240,7 +241,7 @@ def main() -> int:
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
     server.start()
     port = here.recv()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, searching_new_only():  # as in the driver of a run
         rows = []
         for size in options.sizes:
             args = make_args(Path(folder), port, size, options.concurrency)

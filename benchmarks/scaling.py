@@ -1,4 +1,4 @@
-"""How a step scales by the cost model of `slime plan --gpus`, and that model against measured and published
+"""How a step scales by the cost model of `slime simulate`, and that model against measured and published
 steps.
 
     python benchmarks/scaling.py [--out scaling.json]
@@ -10,18 +10,20 @@ program: the error also says how far its steps are from what these costs allow.
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slime.catalog.gpus import GPUS, MODELS
+from slime.catalog.gpus import GPUS, MODELS, GpuRow
 from slime.liveness.stacks import watch_exit
 from slime.preflight.step_costs import (
+    ADMIT_S,
     SWAP_S,
     EnginePlan,
     Model,
     TrainPlan,
     Work,
-    best_runs,
+    best_training,
+    engine_plans,
     last_stage,
     push_seconds,
     train_plan,
@@ -55,7 +57,70 @@ PUBLISHED = (
 )
 FITTED = ("llama-3.1-8b", "qwen3-30b-a3b")  # how much slower GPUs are together; the others test it
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
+PARTS = 8  # splits that are tried: 1/8 of the GPUs generate, 2/8, ...
 SHOWN = ("qwen3-4b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
+
+
+@dataclass(frozen=True, slots=True)
+class RunCost:
+    """A whole step. `rollout_gpus` 0: engines and trainer take turns on all GPUs."""
+
+    gpus: int
+    rollout_gpus: int
+    engine: EnginePlan
+    trainer: TrainPlan
+    generate_s: float
+    push_s: float
+    swap_s: float
+    overlapped: bool
+
+    @property
+    def step_s(self) -> float:
+        if not self.overlapped:
+            return self.generate_s + self.trainer.seconds + self.push_s + self.swap_s
+        return max(self.generate_s, self.trainer.seconds + self.push_s)
+
+    @property
+    def way(self) -> str:
+        return "asynchronous" if self.overlapped else "apart, in turns" if self.rollout_gpus else "in turns"
+
+
+def tokens_per_s(engine: EnginePlan, work: Work) -> float:
+    """Tokens per second with as many requests as fit, of all ages."""
+    running = engine.max_running
+    lengths = work.lengths()
+    age = sum(n * n for n in lengths) / sum(lengths) / 2
+    decode = engine.decode_s(running, running * (work.prompt + age))
+    admit = engine.prefill_s(work.prompt / work.siblings) + ADMIT_S
+    return running / (decode + running * admit / work.answer)
+
+
+def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]:
+    """The best of each way to share the GPUs, fastest first: in turns, and apart for every split."""
+    gpu = gpu.among(gpus)
+    found: list[RunCost] = []
+    whole = best_training(model, gpu, gpus, work)
+    engines = list(engine_plans(model, gpu, work, most=gpus))
+    if whole is not None and engines:
+        times = [(e.generate_s(work, work.samples / (gpus // e.gpus)), e) for e in engines]
+        seconds, engine = min(times, key=lambda pair: pair[0])
+        push = push_seconds(model, gpu, gpus, apart=False)
+        found.append(RunCost(gpus, 0, engine, whole, seconds, push, SWAP_S, False))
+    push = push_seconds(model, gpu, gpus, apart=True)
+    for part in range(1, PARTS):
+        rollout = gpus * part // PARTS
+        trainer = best_training(model, gpu, gpus - rollout, work) if 0 < rollout < gpus else None
+        fitting = [e for e in engines if rollout and rollout % e.gpus == 0]
+        if trainer is None or not fitting:
+            continue
+        # Asynchronous: answers of all ages are in flight, so that no engine waits for the longest.
+        engine = max(fitting, key=lambda e: tokens_per_s(e, work) / e.gpus)
+        in_flight = min(engine.max_running, max(1, round(2 * work.samples / (rollout // engine.gpus))))
+        engine = replace(engine, max_running=in_flight)
+        busy = min(rollout // engine.gpus, 2 * work.samples)  # no more engines than answers in flight
+        seconds = work.samples * work.answer / (tokens_per_s(engine, work) * busy)
+        found.append(RunCost(gpus, rollout, engine, trainer, seconds, push, 0.0, True))
+    return sorted(found, key=lambda run: run.step_s)
 
 
 def against_h200() -> list[dict[str, float | str]]:

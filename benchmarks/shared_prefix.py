@@ -92,7 +92,7 @@ class Side:
     def log_probs(self) -> torch.Tensor:
         """Of all answers, sample by sample."""
         self._backend.args = self._settings
-        mbs = build_micro_batches(self._data.batch, self._data.scoring)
+        mbs = build_micro_batches(self._data.batch, self._data.micro_batches)
         found = self._backend.log_probs(mbs).log_probs
         by_index = dict(zip(self._data.batch["sample_indices"], found, strict=True))
         return torch.cat([by_index[i] for i in sorted(by_index)])

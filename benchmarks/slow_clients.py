@@ -42,12 +42,13 @@ async def stream(key, messages, pause, leave_after):
     body = json.dumps({"model": "m", "messages": messages, "stream": True, "max_tokens": tokens})
     head = f"POST /v1/chat/completions HTTP/1.0\\r\\nAuthorization: Bearer {key}\\r\\n"
     writer.write(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
-    text, reads = b"", 0
+    if leave_after:
+        await asyncio.sleep(leave_after / 4)
+        writer.transport.abort() if leave_after % 2 else writer.close()
+        return None
+    text = b""
     while some := await reader.read(700):
-        text, reads = text + some, reads + 1
-        if leave_after and reads >= leave_after and b"[DONE]" not in text:
-            writer.transport.abort() if leave_after % 2 else writer.close()
-            return None
+        text += some
         await asyncio.sleep(pause)
     writer.close()
     assert b" 200 " in text[:20] and b"[DONE]" in text, text[-300:]

@@ -15,7 +15,7 @@ tokens per verification, and the share of successors, which must be the same wit
 
 In a run the same server is had by `--sglang-speculative-algorithm NGRAM` and so on. With `--mtp-head` the
 model is a MiMo with one head that has yet to learn what the next token but one is: train it by
-`--enable-mtp-training`, and compare the servers before and after (docs/performance.md, MTP heads).
+`--enable-mtp-training`, and compare the servers before and after (benchmarks/RESULTS.md, MTP heads).
 """
 
 import argparse

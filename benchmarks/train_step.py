@@ -41,9 +41,8 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.arguments import default_args
-from slime.backends.attention import packed_documents
 from slime.batch.convert import samples_to_batch
-from slime.batch.flops import ModelShape, forward_flops
+from slime.batch.flops import ModelShape, Stream, pass_flops
 from slime.batch.split import plan_steps, split_for_ranks
 from slime.step.training_step import TrainingStep
 from slime.utils.types import Sample
@@ -298,14 +297,13 @@ def _our_step(
                 "seconds": duration,
                 "first_step_s": first,
                 "parameters": parameter_count(config),
-                "attention": packed_documents.chosen_name(*packed_documents.head_shape(config)),
                 "micro_batch_tokens": budget,
                 "micro_batches": len(data.steps[0].micro_batches),
                 "samples": len(samples),
                 "longest": max(len(sample.tokens) for sample in samples),
                 "response_share": sum(sample.response_length for sample in samples) / total,
                 "flops_with_attention": 3
-                * sum(forward_flops(model, len(sample.tokens)) for sample in samples),
+                * sum(document_flops(model, len(sample.tokens)) for sample in samples),
                 "padding": 0.0,
                 "peak_gib": peak_gib(device),
             }
@@ -360,12 +358,16 @@ def model_part(name: str, options: argparse.Namespace, device: torch.device, rat
 # -- balance -------------------------------------------------------------------------------------------------
 
 
+def document_flops(shape: ModelShape, length: int) -> float:
+    return pass_flops(shape, Stream(length, length * length, length))
+
+
 def balance_part(options: argparse.Namespace) -> list[Record]:
     """Imbalance of estimated operations over eight ranks with 32
     long-tail samples each; no device is used.
     """
     shape = ModelShape.from_hf_config(config_of("4b"))
-    cost = functools.partial(forward_flops, shape)
+    cost = functools.partial(document_flops, shape)
     args = default_args(
         hf_checkpoint="unused",
         use_dynamic_batch_size=True,
@@ -376,7 +378,7 @@ def balance_part(options: argparse.Namespace) -> list[Record]:
     totals, in_step, allowed = [], [], 0
     for seed in range(3 if options.tiny else 20):
         lengths = draw_lengths(256, 16384, seed)
-        (step,) = plan_steps(args, lengths, list(range(256)), dp_size=8, cost=cost)
+        (step,) = plan_steps(args, lengths, list(range(256)), dp_size=8)
         work = [[sum(cost(lengths[p]) for p in mb) for mb in rank] for rank in step.ranks]
         mean = sum(map(sum, work)) / 8
         if max(map(cost, lengths)) > 1.05 * mean:

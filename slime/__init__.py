@@ -1,16 +1,15 @@
-"""slime: an LLM post-training framework for RL scaling; the same
-program runs on a laptop CPU and on a cluster.
-"""
+"""slime trains language models with reinforcement learning, on a laptop CPU or on a GPU cluster."""
 
 from typing import TYPE_CHECKING, Any
 
 from slime import moved
 
 if TYPE_CHECKING:
-    from slime.api import Result, train
+    from slime.api import Result, distill, dpo, evaluate, reward_model, sft, train
     from slime.utils.types import Sample
 
-__all__ = ["Result", "Sample", "train"]
+_FROM_API = ("Result", "distill", "dpo", "evaluate", "reward_model", "sft", "train")
+__all__ = ["Result", "Sample", "distill", "dpo", "evaluate", "reward_model", "sft", "train"]
 
 __version__ = "0.3.0"
 
@@ -23,7 +22,7 @@ def __getattr__(name: str) -> Any:
         from slime.utils.types import Sample
 
         return Sample
-    if name in ("Result", "train"):
+    if name in _FROM_API:
         from slime import api
 
         return getattr(api, name)

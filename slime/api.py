@@ -1,4 +1,4 @@
-"""`from slime import train`: start a run from Python, with functions and rows instead of files.
+"""`slime.train`, `slime.sft`, `slime.evaluate`, ...: runs from Python, with functions and rows for files.
 
 The arguments are written to `RUN/inputs` (rows, functions, `run.yaml`) and read as the command reads them:
 `slime train --config RUN/inputs/run.yaml` with its own --run-dir and --save repeats the run.
@@ -19,12 +19,13 @@ from typing import Any
 import yaml
 
 from slime.arguments import Args
-from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
+from slime.arguments.core.draft import ASYNCHRONOUS, PRESET, SYNCHRONOUS, Draft
 from slime.arguments.groups.run import base_folder
-from slime.arguments.parser import parse_args
+from slime.arguments.parser import Preset, parse_args
 from slime.catalog.rewards import BOXED, REWARDS
 from slime.cli import train as synchronous
 from slime.cli import train_async as asynchronous
+from slime.cli.tasks import TASKS, model_folder
 from slime.data.copies import forget_copies
 from slime.observability.tracking import read_metrics
 from slime.record import Answer, Select, open_record
@@ -72,10 +73,8 @@ def train(
     unless `save` says otherwise; `save=None` keeps none. Mistakes are ValueErrors that name the flag; an
     interrupt ends every process of the run and then rises.
     """
-    forget_copies()
-    load_function.cache_clear()
-    model = str(Path(model).absolute() if Path(model).is_dir() else model)
-    with _run_folder(model, flags) as folder:
+    model = _fresh(model)
+    with _run_folder(base_folder(model, flags.get("seed", 1234)), flags) as folder:
         settings = {
             "hf_checkpoint": model,
             "run_dir": str(folder),
@@ -84,36 +83,126 @@ def train(
         }
         if generate is not None:
             settings["custom_generate_function_path"] = generate
-        return _train(folder, settings, data, eval_data, loop_async, flags)
+
+        def write_rows(inputs: Path) -> dict[str, Any]:
+            found = _prompts(data, inputs / "prompts.jsonl", flags)
+            if eval_data is not None:
+                found["eval_prompt_data"] = ["eval", _written(eval_data, inputs / "eval.jsonl")[0]]
+            return found
+
+        return _train(folder, settings, write_rows, flags, loop_async=loop_async)
+
+
+def sft(model: str | Path, data: Rows, *, out: str | Path | None = None, **flags: Any) -> Result:
+    """Fine-tune `model` on conversations, or on prompts and completions, as `slime sft` does.
+
+    `data`: rows, or what --data takes. `out`: the folder of the run. Any flag of `slime train` can be given.
+    """
+    return _run_task("sft", model, data, out, flags)
+
+
+def dpo(model: str | Path, data: Rows, *, out: str | Path | None = None, **flags: Any) -> Result:
+    """Train `model` on rows with a chosen and a rejected response, as `slime dpo` does."""
+    return _run_task("dpo", model, data, out, flags)
+
+
+def reward_model(model: str | Path, data: Rows, *, out: str | Path | None = None, **flags: Any) -> Result:
+    """Train a reward model on rows with a chosen and a rejected response, as `slime reward-model` does."""
+    return _run_task("reward-model", model, data, out, flags)
+
+
+def distill(
+    model: str | Path,
+    data: Rows,
+    teacher: str | Path | None = None,
+    *,
+    out: str | Path | None = None,
+    **flags: Any,
+) -> Result:
+    """Train `model` on its own responses to imitate `teacher`, as `slime distill` does."""
+    given = {} if teacher is None else {"opd_teacher_load": model_folder(str(teacher))}
+    return _run_task("distill", model, data, out, {**given, **flags})
+
+
+def evaluate(
+    model: str | Path,
+    data: Rows | Mapping[str, Rows],
+    reward: Callable[..., Any] | str | None = None,
+    *,
+    out: str | Path | None = None,
+    **flags: Any,
+) -> Result:
+    """Evaluate `model` without training it, as `slime eval` does.
+
+    `data`: rows or a file, or several of them by name. `result.curve("eval/NAME")` is the score, and the last
+    lines of `result.metrics` have all numbers; rows without a name are the data set "eval".
+    """
+    return _run_task("eval", model, data, out, {**_reward(reward), **flags})
+
+
+def _run_task(
+    command: str,
+    model: str | Path,
+    data: Rows | Mapping[str, Rows],
+    out: str | Path | None,
+    flags: dict[str, Any],
+) -> Result:
+    """Run one of the commands of `TASKS` on rows or files."""
+    model = _fresh(model_folder(str(model)))
+    if out is not None:
+        flags = {"run_dir": out, **flags}
+    with _run_folder(f"runs/{Path(model).name}-{command}", flags) as folder:
+
+        def write_rows(inputs: Path) -> dict[str, Any]:
+            if command != "eval":
+                return {"prompt_data": _written(data, inputs / "data.jsonl")[0]}
+            named = data if isinstance(data, Mapping) else {"eval": data}
+            sources = {name: _written(rows, inputs / f"{name}.jsonl")[0] for name, rows in named.items()}
+            return {"eval_prompt_data": [word for pair in sources.items() for word in pair]}
+
+        def preset(draft: Draft) -> dict[str, Any]:
+            # `save=None` keeps no checkpoints.
+            return {k: v for k, v in TASKS[command].preset(draft).items() if flags.get(k, v) is not None}
+
+        settings = {"hf_checkpoint": model, "run_dir": str(folder)}
+        return _train(folder, settings, write_rows, flags, preset=preset)
+
+
+def _fresh(model: str | Path) -> str:
+    """Forget what an earlier run of this process has read; return the model with its whole path."""
+    forget_copies()
+    load_function.cache_clear()
+    return str(Path(model).absolute() if Path(model).is_dir() else model)
 
 
 def _train(
     folder: Path,
     settings: dict[str, Any],
-    data: Rows | None,
-    eval_data: Rows | None,
-    loop_async: bool,
+    write_rows: Callable[[Path], dict[str, Any]],
     flags: Mapping[str, Any],
+    *,
+    loop_async: bool = False,
+    preset: Preset | None = None,
 ) -> Result:
-    """Write the inputs of a run to its folder, and run it."""
+    """Write the inputs of a run to its folder, and run it. `write_rows` returns the flags of its data."""
     held = set(folder.iterdir()) if folder.exists() else set()
     fresh, inputs = held <= {lock_file(folder, CLAIM)}, folder / "inputs"
     inputs.mkdir(parents=True, exist_ok=True)
     try:
-        settings |= _prompts(data, inputs / "prompts.jsonl", flags)
-        if eval_data is not None:
-            settings["eval_prompt_data"] = ["eval", _written(eval_data, inputs / "eval.jsonl")[0]]
+        settings |= write_rows(inputs)
         both = sorted(
             settings.keys() & flags.keys() - {"run_dir", "save", "save_hf", "input_key", "label_key"}
         )
         if both:
-            raise ValueError(f"{both[0]} is given twice: by its own name and by another argument of train().")
+            raise ValueError(f"{both[0]} is given twice: by its own name and by another argument.")
         settings |= flags
         values = {name: _value(name, value, inputs, settings) for name, value in settings.items()}
         file = inputs / "run.yaml"
-        file.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        _write_yaml(file, values)
         kind = ASYNCHRONOUS if loop_async else SYNCHRONOUS
-        args = parse_args(["--config", str(file)], training_loop=kind)
+        args = parse_args(["--config", str(file)], training_loop=kind, preset=preset)
+        presets = {n: getattr(args, n) for n, source in args.sources.items() if source == PRESET}
+        _write_yaml(file, presets | values)
     except BaseException:
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
@@ -124,12 +213,16 @@ def _train(
     return Result(folder, _model_path(args), read_metrics(folder))
 
 
+def _write_yaml(file: Path, values: Mapping[str, Any]) -> None:
+    file.write_text(yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
 @contextlib.contextmanager
-def _run_folder(model: str, flags: Mapping[str, Any]) -> Iterator[Path]:
+def _run_folder(base: str, flags: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the folder of the run; one that is chosen here is locked until the run has claimed it."""
     resumption = resumption_of(flags.get("load"), flags.get("ckpt_step"), bool(flags.get("finetune")))
     if flags.get("run_dir") is None:
-        with claim_run_folder(base_folder(model, flags.get("seed", 1234)), resumption) as name:
+        with claim_run_folder(base, resumption) as name:
             yield Path(name).absolute()
         return
     folder = Path(flags["run_dir"]).expanduser().absolute()

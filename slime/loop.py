@@ -1,4 +1,4 @@
-"""The synchronous loop: generate, train, push weights, again. Also the map of the system: read it first."""
+"""The synchronous loop: generate, train, push weights, repeat. Read it first: it shows the whole system."""
 
 from slime.arguments import Args
 from slime.cluster.start import OpenCluster, open_cluster

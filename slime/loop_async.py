@@ -1,8 +1,8 @@
-"""The loop of `loop.py` with the next rollout in flight while this one is trained: one step off policy.
+"""The loop of `loop.py`, but the next rollout is generated during training: one step off policy.
 
-Weights change only between rollouts, so every sample of a batch comes from one version; unless the rollout
-function keeps groups in flight across rollouts (slime.rollout.fully_async_rollout), whose tokens say which
-version made each.
+Weights change only between rollouts, so every sample of a batch comes from one version. The exception is a
+rollout function that keeps groups in flight across rollouts (slime.rollout.fully_async_rollout); each of its
+tokens records its version.
 """
 
 from slime.arguments import Args

@@ -51,6 +51,7 @@ FACADES: dict[str, dict[str, tuple[str, ...]]] = {
             "compute_rollout_step",
         ),
     },
+    "slime.rollout.sglang_streaming_rollout": {"slime.rollout.sglang_rollout": ("generate_streaming",)},
     "slime.utils.external_utils": {},
     "slime.utils.metric_utils": {
         "slime.observability.plugin_metrics": (
@@ -96,7 +97,7 @@ FACADES: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds only the names of the tables above; every other import passes by."""
+    """Import finder for the names in the tables above; it ignores every other import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None

@@ -38,7 +38,7 @@ class PluginPoint:
 
     @property
     def call(self) -> str:
-        """How it is called, as users read it: `await fn(args, sample, sampling_params, [evaluation=])`."""
+        """The call as documented for users: `await fn(args, sample, sampling_params, [evaluation=])`."""
         parts = [
             *self.positional,
             *(f"{name}=" for name in self.keywords),
@@ -243,14 +243,8 @@ PLUGIN_POINTS = (
 DATASET_POINTS = ("custom_rm_path", "custom_generate_function_path")
 
 
-def check_plugins(args: Args) -> None:
-    """Load every configured plug-in and compare its parameters with the call; ValueError if they differ."""
-    for point, path, where in configured_plugins(args):
-        check_plugin(point, path, where)
-
-
 def configured_plugins(args: Args) -> Iterator[tuple[PluginPoint, str, str]]:
-    """Every (point, path, who set it) of these settings, the evaluation datasets' own included."""
+    """Yield (point, path, flag that sets it) for all settings, including those of evaluation datasets."""
     points = {point.flag: point for point in PLUGIN_POINTS}
     for point in PLUGIN_POINTS:
         value = getattr(args, point.flag)
@@ -264,7 +258,7 @@ def configured_plugins(args: Args) -> Iterator[tuple[PluginPoint, str, str]]:
 
 
 def check_plugin(point: PluginPoint, path: str, where: str) -> Callable[..., Any]:
-    """The object behind one path, after it passed every test of its plug-in point."""
+    """Load the object of one path and check it; ValueError where slime cannot call it."""
     expected = f"Expected {point.call}."
     found = _load(path, where, expected)
     if not callable(found):

@@ -14,7 +14,9 @@ from processes import mortal_children
 from terminal import run_in_terminal
 from tiny_model import make_tiny_model
 
+import slime
 from slime import train
+from slime.arguments.parser import parse_args
 from slime.utils.misc import load_function
 
 ROOT = Path(__file__).parent.parent
@@ -128,6 +130,32 @@ def test_names_of_built_in_rewards_and_importable_functions_stay_names(started):
 def test_a_mistake_is_told_and_leaves_no_folder(started, arguments, complaint):
     with pytest.raises(ValueError, match=complaint):
         train("model", lambda args, sample: 0.0, **{**LENGTHS, **arguments})
+    assert not started and not list(Path("runs").glob("*"))
+
+
+def test_a_task_is_the_run_of_its_command(started):
+    talks = [{"prompt": f"{i}?", "completion": "yes"} for i in range(8)]
+    slime.sft("model", talks, lr=0.5)
+    slime.dpo("model", [{"prompt": "a", "chosen": "b", "rejected": "c"}], out="dpo", save=None)
+    slime.distill("model", ROWS, "model", num_rollout=1)
+    slime.evaluate("model", {"one": ROWS, "two": ["a"]}, lambda args, sample: 1.0)
+    sft, dpo, distill, evaluation = started
+    assert (sft.input_key, sft.label_key, sft.lr, sft.num_epoch) == ("prompt", "completion", 0.5, 1)
+    assert Path(sft.run_dir).name == "model-sft" and sft.save.endswith("model-sft/checkpoints")
+    assert (dpo.run_dir, dpo.save, dpo.loss_type) == (str(Path("dpo").absolute()), None, "dpo_loss")
+    assert distill.opd_teacher_load == str(Path("model").absolute()) and distill.num_epoch is None
+    assert [dataset.name for dataset in evaluation.eval_datasets] == ["one", "two"]
+    assert load_function(evaluation.custom_rm_path)(None, None) == 1.0
+    # Without the preset: the file has it all.
+    again = parse_args(["--config", f"{sft.run_dir}/inputs/run.yaml"])
+    assert again.to_dict() == sft.to_dict() | {"config": f"{sft.run_dir}/inputs/run.yaml"}
+
+
+def test_a_task_names_what_is_wrong(started):
+    with pytest.raises(ValueError, match="has the columns 'a', and none of these"):
+        slime.sft("model", [{"a": 1}])
+    with pytest.raises(ValueError, match="no reward is given"):
+        slime.evaluate("model", ROWS)
     assert not started and not list(Path("runs").glob("*"))
 
 

@@ -47,6 +47,7 @@ OTHERS = {
     "slime.observability.tensorboard_utils",
     "slime.ray",
     "slime.ray.rollout",
+    "slime.rollout.sglang_streaming_rollout",
     "slime.utils.external_utils",
     "slime.utils.metric_utils",
     "slime.utils.ray_utils",

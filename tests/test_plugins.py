@@ -2,10 +2,10 @@
 
 import pytest
 from argument_helpers import parse
+from plugin_checks import check_plugins
 
 from slime.arguments.all_flags import all_specs
-from slime.plugins import PLUGIN_POINTS, check_plugin, check_plugins, configured_plugins
-from slime.preflight.settings import check_plugin_functions
+from slime.plugins import PLUGIN_POINTS, check_plugin, configured_plugins
 
 POINTS = {point.flag: point for point in PLUGIN_POINTS}
 
@@ -176,27 +176,3 @@ def test_path_of_an_evaluation_dataset_is_checked_and_named(plugin, tmp_path):
     )
     with pytest.raises(ValueError, match=r"custom_rm_path of evaluation dataset 'a' is .*positional"):
         check_plugins(parse("--eval-config", str(config)))
-
-
-def test_imports_that_would_fail_in_the_first_rollout_are_found_before_the_start(plugin):
-    path = plugin(
-        "def f(args, sample):\n"
-        "    from slime.utils.mics import load_function\n"
-        "    if args.rm_url:\n"
-        "        import surely_not_installed\n"
-        "    return 1.0\n"
-    )
-    findings = list(check_plugin_functions(parse(custom_rm_path=path)))
-    assert [finding.kind for finding in findings] == ["error", "warning"]
-    file = path.rpartition(":")[0]
-    assert str(findings[0]) == (
-        f"--custom-rm-path: {path}: {file}:2 has `from slime.utils.mics import load_function`, but slime has "
-        "no module slime.utils.mics; did you mean slime.utils.misc."
-    )
-    assert f"{file}:4 has `import surely_not_installed`" in str(findings[1])
-
-
-def test_an_import_that_two_flags_reach_is_told_once(plugin):
-    path = plugin("def f(args, samples):\n    import surely_not_installed\n")
-    args = parse(dynamic_sampling_filter_path=path, custom_reward_post_process_path=path)
-    assert [finding.kind for finding in check_plugin_functions(args)] == ["error"]

@@ -7,32 +7,34 @@ from pathlib import Path
 from source_trees import tree_of
 
 PACKAGE = Path(__file__).parent.parent / "slime"
-# Lines of Python per folder. A budget may move to another folder in a commit that says why.
+# Lines of Python per folder, together at most 82,000. A budget may move to another folder in a commit
+# that says why.
 BUDGETS: dict[str, int] = {
-    "agent": 8890,
-    "algorithms": 2120,
-    "arguments": 6250,
-    "backends": 12220,
-    "batch": 1040,
-    "catalog": 1620,
-    "cli": 6740,
-    "cluster": 6050,
-    "dashboard": 1670,
-    "data": 1180,
-    "engines": 7250,
-    "liveness": 1230,
-    "observability": 2740,
-    "preflight": 2290,
-    "record": 2170,
-    "rollout": 6710,
-    "runtime": 1610,
-    "simulation": 2040,
-    "step": 1910,
-    "utils": 5880,
-    "weight_sync": 2890,
-    "wire and rest": 2020,
+    "agent": 8290,
+    "algorithms": 1970,
+    "arguments": 6080,
+    "backends": 11630,
+    "batch": 980,
+    "catalog": 1590,
+    "cli": 6630,
+    "cluster": 5980,
+    "dashboard": 1700,
+    "data": 1010,
+    "engines": 6540,
+    "liveness": 1140,
+    "observability": 2390,
+    "preflight": 1980,
+    "record": 2180,
+    "rollout": 6280,
+    "runtime": 1500,
+    "simulation": 1870,
+    "step": 1800,
+    "utils": 5350,
+    "weight_sync": 2720,
+    "wire and rest": 2200,
 }
-STATEMENTS = 54_800
+STATEMENTS = 51_500
+LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -68,3 +70,29 @@ def test_no_file_and_no_function_is_too_long():
                 if count > LONGEST_FUNCTION:
                     wrong.append(f"{name}: {node.name} has {count} lines")
     assert not wrong, "\n".join(wrong)
+
+
+def imported_by(module: str) -> set[Path]:
+    """Return the files of all modules that `module` reaches by import statements, also within functions."""
+    found: set[Path] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        place = PACKAGE.parent / name.replace(".", "/")
+        path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        if path in found or not path.is_relative_to(PACKAGE) or not path.exists():
+            continue
+        found.add(path)
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def test_a_training_step_reaches_a_part_of_the_code_only():
+    lines = {path: len(path.read_text().splitlines()) for path in imported_by("slime.loop")}
+    assert sum(lines.values()) <= LOOP_REACHES, sorted(lines.items(), key=lambda item: -item[1])[:20]
+    leaves = ("agent", "dashboard", "simulation", "cli", "api.py")
+    assert not [path for path in lines if path.relative_to(PACKAGE).parts[0] in leaves]

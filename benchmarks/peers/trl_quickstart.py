@@ -20,11 +20,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+import slime
 
 SKIPPED_STEPS = 2
 PEER = Path(__file__).with_name("trl_grpo.py")
@@ -53,7 +54,7 @@ def run_ours(settings: dict[str, Any], steps: int, folder: Path) -> dict[str, An
         "steps_s": [row["perf/step_time"] for row in rows if "perf/step_time" in row],
         "rewards": [row["rollout/raw_reward"] for row in rows if "rollout/raw_reward" in row],
         "cpu_s": cpu_s,
-        "version": metadata.version("slime"),
+        "version": slime.__version__,
     }
 
 

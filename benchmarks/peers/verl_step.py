@@ -83,7 +83,7 @@ def ours(options: argparse.Namespace, model: str, samples: list[Sample]) -> dict
     backend = create_backend(args, rank=0, world_size=1, device=device)
     (data,) = split_for_ranks(args, samples_to_batch(args, samples), 1)
     order = data.batch["sample_indices"]
-    scored = backend.log_probs(build_micro_batches(data.batch, data.scoring)).log_probs
+    scored = backend.log_probs(build_micro_batches(data.batch, data.micro_batches)).log_probs
     old = {index: row.tolist() for index, row in zip(order, scored, strict=True)}
     spent, reports = [], []
     for _ in range(options.steps):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A small model learns to ask an MCP server: minutes on two CPU cores. Needs: pip install 'slime[mcp]'
+# A small model learns to ask an MCP server: minutes on two CPU cores. Needs: pip install 'slime-rl[mcp]'
 # Flags behind the command go to the reinforcement learning: examples/mcp_tools/run.sh --rollout-engine sglang
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A small model learns three tasks at once: minutes on two CPU cores. Needs: pip install 'slime[reasoning-gym]'
+# A small model learns three tasks at once: minutes on two CPU cores. Needs: pip install 'slime-rl[reasoning-gym]'
 # Flags behind the command go to the reinforcement learning: examples/reasoning_gym/run.sh --rollout-engine sglang
 set -euo pipefail
 cd "$(dirname "$0")/../.."

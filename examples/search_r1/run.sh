@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A small model learns when and what to search: minutes on two CPU cores. Needs: pip install 'slime[search]'
+# A small model learns when and what to search: minutes on two CPU cores. Needs: pip install 'slime-rl[search]'
 # Flags behind the command go to the reinforcement learning: examples/search_r1/run.sh --rollout-engine sglang
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A small model learns a game by playing itself: minutes on two CPU cores. Needs: pip install 'slime[textarena]'
+# A small model learns a game by playing itself: minutes on two CPU cores. Needs: pip install 'slime-rl[textarena]'
 # Flags behind the command go to the reinforcement learning: examples/textarena/run.sh --rollout-engine sglang
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,1 +1,1 @@
-"""Agents: multi-turn episodes, recorded token by token, of any program that speaks a chat API."""
+"""Agents: records multi-turn episodes, token by token, of any program that uses a chat API."""

@@ -7,8 +7,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from uuid import uuid4
@@ -35,7 +34,7 @@ class PolicyDown(RuntimeError):
 
 @dataclass(slots=True)
 class Made:
-    """The tokens of a response so far, over all its requests. `finish` None: more will follow."""
+    """The tokens of a response so far, over all its requests. `finish` None: it is not complete."""
 
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -45,7 +44,7 @@ class Made:
     stop_text: str | None = None  # or the stop string
     meta: dict[str, Any] = field(default_factory=dict)
 
-    def plus(self, answer: Generation, *, final: bool) -> Made:
+    def plus(self, answer: Generation) -> Made:
         """Return a new value with `answer` appended."""
         start = len(self.ids)
         spans = [
@@ -66,7 +65,7 @@ class Made:
             ids=[*self.ids, *answer.ids],
             log_probs=[*self.log_probs, *(answer.log_probs or ())],
             spans=_joined([*self.spans, *spans]),
-            finish=answer.finish if final else None,
+            finish=answer.finish if answer.finish != "abort" else None,
             stop_id=matched if by_token and answer.finish == "stop" else None,
             stop_text=matched if isinstance(matched, str) else None,
             meta=kept,
@@ -85,23 +84,16 @@ def _joined(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Policy(Protocol):
-    """What a session sends its turns to: `EnginePolicy`, or a test double."""
+    """Interface through which a session samples its turns: `EnginePolicy`, or a test double."""
 
-    def stream(
+    async def generate(
         self,
         prompt_ids: Sequence[int],
         sampling: Mapping[str, Any],
         *,
         session: str | None = None,
         images: PromptImages | None = None,
-        whole: bool = False,
-    ) -> AsyncGenerator[Made, None]: ...
-
-
-async def last_of(answers: AsyncGenerator[Made, None]) -> Made:
-    """Return the whole response."""
-    async with aclosing(answers):
-        return [made async for made in answers][-1]
+    ) -> Made: ...
 
 
 class EnginePolicy:
@@ -112,36 +104,29 @@ class EnginePolicy:
     interrupted continues once its gate lets the next request pass.
     """
 
-    def __init__(
-        self, url: str, *, client: EngineClient | None = None, extra: Mapping[str, Any] | None = None
-    ):
+    def __init__(self, url: str, *, extra: Mapping[str, Any] | None = None):
         self.url = url.rstrip("/")
-        self.client = client or EngineClient(self.url)
+        self.client = EngineClient(self.url)
         self.extra = dict(extra or {})  # of every request: `lora_path`, say
 
-    async def stream(
+    async def generate(
         self,
         prompt_ids: Sequence[int],
         sampling: Mapping[str, Any],
         *,
         session: str | None = None,
         images: PromptImages | None = None,
-        whole: bool = False,
-    ) -> AsyncGenerator[Made, None]:
-        """Yield the response so far, again and again; the last value has a `finish`.
-
-        With `whole` the engine sends a response at once, which costs it less.
-        """
+    ) -> Made:
+        """Return the whole response, which may take several requests."""
         params, made, idle, gate = SamplingParams.from_json(dict(sampling)), Made(), 0, current_gate()
         wire = images.wire_ids if images is not None else list(prompt_ids)
-        while made.finish is None:
+        while True:
             scope = await gate.passing() if gate is not None else None
-            before, count, left = made, len(made.ids), params
+            count, left = len(made.ids), params
             if params.max_new_tokens is not None:
                 room = params.max_new_tokens - count
                 if room <= 0 and count:
-                    yield replace(made, finish="length")
-                    return
+                    return replace(made, finish="length")
                 left = replace(params, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
             request = GenerateRequest(
                 input_ids=[*wire, *made.ids],
@@ -150,54 +135,38 @@ class EnginePolicy:
                 forbidden_ids=frozenset() if images is None else frozenset((images.image_token_id,)),
                 sampling=left,
                 rid=f"{scope.name if scope is not None else ''}{uuid4().hex}",
-                stream=not whole,
                 session=session,
                 extra=self.extra,
             )
-            async with aclosing(self._answers(request)) as answers:
-                async for answer, final in answers:
-                    made = before.plus(answer, final=final and answer.finish != "abort")
-                    if len(made.ids) > count or made.finish is not None:
-                        yield made
+            made = made.plus(await self._send(request))
+            if made.finish is not None:
+                return made
             if scope is not None and scope.aborted:
                 continue  # the rollout ended, not the engine: the gate decides
             idle = 0 if len(made.ids) > count else idle + 1
-            if made.finish is None and idle:
-                if idle > MAX_IDLE:
-                    raise PolicyDown(f"the engine aborted a turn {idle} times without a token")
+            if idle > MAX_IDLE:
+                raise PolicyDown(f"the engine aborted a turn {idle} times without a token")
+            if idle:
                 await asyncio.sleep(min(1.0, 0.05 * 2 ** min(idle, 10)))
 
-    async def _answers(self, request: GenerateRequest) -> AsyncGenerator[tuple[Generation, bool], None]:
-        """Yield what one request gives, and whether it is the last of it."""
-        ended, count, gate = False, 0, current_gate()
-        in_flight = gate.sending(request.rid) if gate is not None else contextlib.nullcontext(int)
+    async def _send(self, request: GenerateRequest) -> Generation:
+        """Send one request; abort it at the engine if the caller stops waiting for it."""
+        gate = current_gate()
         try:
-            with in_flight as made:
-                if not request.stream:
-                    answer, ended = _checked(await self.client.generate(request), request), True
-                    made(len(answer.ids))
-                    yield answer, True
-                    return
-                async with aclosing(self.client.stream(request)) as events:
-                    async for event in events:
-                        answer, ended = _read_event(event, request)
-                        made(len(answer.ids) - count)
-                        count = len(answer.ids)
-                        yield answer, ended
-        except http_utils.HttpError as error:
-            ended = ended or not request.stream  # the client has retried it: the engine has no such request
-            if not request.stream or 400 <= error.status < 500:
-                raise
-            # `stream` asks for the rest.
-            logger.info("A stream from an engine broke; the rest is requested again: %s", error)
-        finally:
-            if not ended:
-                await asyncio.shield(self.abort(request.rid))
+            with (
+                gate.sending(request.rid) if gate is not None else contextlib.nullcontext(int) as note_tokens
+            ):
+                answer = _checked(await self.client.generate(request), request)
+                note_tokens(len(answer.ids))
+                return answer
+        except (http_utils.HttpError, EngineAnswerError):
+            raise  # the engine has no such request any more
+        except BaseException:
+            await asyncio.shield(self.abort(str(request.rid)))
+            raise
 
-    async def abort(self, rid: str | None) -> None:
+    async def abort(self, rid: str) -> None:
         """Abort a request at the worker that has it."""
-        if rid is None:
-            return
         try:
             async with asyncio.timeout(ABORT_DEADLINE_S):
                 await self.client.cancel(await self._workers(), [rid])
@@ -212,17 +181,6 @@ class EnginePolicy:
             return [worker["url"] for worker in answer["workers"]]
         except (http_utils.HttpError, KeyError, TypeError):
             return [self.url]
-
-
-def _read_event(event: Mapping[str, Any], request: GenerateRequest) -> tuple[Generation, bool]:
-    """Return an event, and whether it is the last: only then it has a finish reason."""
-    try:
-        meta = dict(event["meta_info"])
-        ended = meta.get("finish_reason") is not None
-        meta["finish_reason"] = meta.get("finish_reason") or {"type": "abort"}
-        return _checked(Generation.from_json({**event, "meta_info": meta}), request), ended
-    except (KeyError, TypeError, ValueError) as error:
-        raise EngineAnswerError(f"an event of the engine's stream is wrong: {error}") from error
 
 
 def _checked(answer: Generation, request: GenerateRequest) -> Generation:

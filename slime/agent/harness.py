@@ -37,7 +37,7 @@ class _SingletonABC(SingletonMeta, ABCMeta):
 
 
 class BaseHarness(metaclass=_SingletonABC):
-    """How one agent program is installed, configured and started."""
+    """Installs, configures and starts one agent program."""
 
     @abstractmethod
     async def install_cli(self, sandbox: Sandbox) -> None: ...

@@ -1,6 +1,6 @@
-"""Messages -> token ids with the model's own chat template; sampled tokens are never tokenised again.
+"""Renders messages to token ids with the model's chat template; sampled tokens are never tokenised again.
 
-The first prompt of a conversation is rendered whole. Every later prompt is the ids that exist plus the text
+The first prompt of a conversation is rendered whole. Every later prompt is the existing ids plus the text
 that the template writes *after a response*: the template renders a short placeholder conversation that ends
 with a response, followed by the new messages, and the text after that response is used. So the cost of a turn
 does not grow with the conversation, and sampled tokens stay as they are.
@@ -39,15 +39,11 @@ class TemplateRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PrefixReport:
-    """What a template does to earlier responses. `forks`: turns at which history is rendered again."""
+    """Reports how a template renders earlier responses. `forks`: turns at which it changes the history."""
 
     extends: bool  # new messages can be rendered after a response at all
     forks: tuple[str, ...]
     refuses: tuple[str, ...]  # kinds of messages that the template does not accept
-
-    @property
-    def has_prefix_property(self) -> bool:
-        return self.extends and not self.forks
 
 
 class Renderer:
@@ -246,8 +242,8 @@ def _check_taken(messages: Sequence[Message], text: str) -> None:
             content = " ".join(part.get("text", "") for part in content)
         if message.get("role") == "assistant" or not isinstance(content, str):
             continue
-        word = max(_WORD.findall(content), key=len, default="")
-        if word not in text:
+        longest = max(_WORD.findall(content), key=len, default="")
+        if longest not in text:
             raise TemplateRefused(
                 f"the chat template of the model leaves out a message of role {message.get('role')!r}: "
                 "it has no place for it"

@@ -1,4 +1,4 @@
-"""One episode of an agent: it asks the policy turn by turn and keeps every token as the engine sampled it.
+"""One episode of an agent: samples turn by turn from the policy, and keeps the engine's exact tokens.
 
 `Session.turn` takes the whole conversation, as chat clients send it, and finds the new messages by
 comparison. A program may shorten or edit its history: such turns become samples of their own.
@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
 
-from slime.agent.engine_access import Made, Policy, last_of, policy_of
+from slime.agent.engine_access import Made, Policy, policy_of
 from slime.agent.history import THOUGHTS, conversation, find_continued, remember
 from slime.agent.parsing import ParsedModelOutput, Parser, parser_for, plain_parser
 from slime.agent.rendering import Renderer
@@ -106,7 +106,6 @@ class Asked:
     tools: list[Any]
     opens_thought: bool
     fork: str | None  # why history was rendered again; None: it was not
-    num_prompt: int
     number: int  # of the turn, counted from 1, with retries
     changed: dict[str, Any]  # sampling that this turn set itself
     images: list[Placed]  # of the whole prompt
@@ -127,7 +126,6 @@ class TurnAnswer:
     made: Made
     node: TurnNode
     parsed: ParsedModelOutput
-    num_prompt_tokens: int
 
     @property
     def text(self) -> str:
@@ -216,10 +214,10 @@ class Session:
         With `after`, a response of this session, `messages` are only the new ones that follow it.
         """
         asked = self.ask(messages, tools, sampling, after=after)
-        return self.record(asked, await last_of(self.stream(asked, whole=True)))
+        return self.record(asked, await self.generate(asked))
 
-    async def stream(self, asked: Asked, *, whole: bool = False) -> AsyncGenerator[Made, None]:
-        """Yield the response as it grows (`whole`: once); the caller records the last value, or drops it.
+    async def generate(self, asked: Asked) -> Made:
+        """Return the response to an accepted turn; the caller records it, or drops it.
 
         RolloutEnded if the rollout ends first.
         """
@@ -227,12 +225,9 @@ class Session:
         sent = client.sending(trained=asked.untrained is None) if client is not None else nullcontext()
         try:
             with self.gate.entered(), sent:
-                answers = self.policy.stream(
-                    asked.prompt_ids, asked.sampling, session=self.session_id, images=images, whole=whole
+                return await self.policy.generate(
+                    asked.prompt_ids, asked.sampling, session=self.session_id, images=images
                 )
-                async with aclosing(answers):
-                    async for made in answers:
-                        yield made
         except RolloutEnded as ended:
             self.end("aborted", str(ended))
             raise
@@ -260,9 +255,7 @@ class Session:
         opens_thought = self.renderer.opens_thought(ids)
         number = self._num_asked
         untrained = self.client.untrained(changed, params) if self.client is not None else None
-        return Asked(
-            ids, params, parent, new, tools, opens_thought, fork, len(ids), number, changed, images, untrained
-        )
+        return Asked(ids, params, parent, new, tools, opens_thought, fork, number, changed, images, untrained)
 
     def prompt(
         self, messages: list[Message], tools: list[Any], after: TurnAnswer | None = None
@@ -352,7 +345,7 @@ class Session:
         self._last_answer_at = now
         message = self.message_of(asked, parsed)
         remember(node, asked.new_messages, message, asked.tools)
-        return TurnAnswer(message, made, node, parsed, asked.num_prompt)
+        return TurnAnswer(message, made, node, parsed)
 
     def message_of(self, asked: Asked, parsed: ParsedModelOutput) -> Message:
         """Return the response as a chat message; ids of calls are unique in a session."""
@@ -389,8 +382,8 @@ class Session:
         if outcome is None and self.refused is not None:
             outcome, reason = self.refused.outcome, reason or str(self.refused)
         if outcome is None:
-            cut = bool(self.tree.nodes) and self.tree.nodes[-1].finish == "length"
-            outcome = "truncated" if cut else "completed"
+            truncated = bool(self.tree.nodes) and self.tree.nodes[-1].finish == "length"
+            outcome = "truncated" if truncated else "completed"
         self.outcome, self.reason = outcome, reason
 
     def samples(

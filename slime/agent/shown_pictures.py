@@ -55,7 +55,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PromptImages:
-    """What a request sends for a prompt with images."""
+    """The images of a prompt in the form in which a request sends them."""
 
     wire_ids: list[int]  # of the prompt, with one token for each image
     urls: tuple[str, ...]

@@ -28,7 +28,7 @@ Message = dict[str, Any]
 class TurnRecord:
     """One response of the engine: its whole prompt, the sampled tokens, and the finish reason.
 
-    Without log-probs (a response that the policy did not sample) nothing of it is trained.
+    Without log-probs (a response that the policy did not sample) none of its tokens is trained on.
     """
 
     prompt_ids: Sequence[int]
@@ -37,12 +37,6 @@ class TurnRecord:
     output_log_probs: Sequence[float] = field(default_factory=list)
     ill_formed: bool = False  # the response has a tool call that cannot be read
     meta: Mapping[str, Any] = field(default_factory=dict)  # the engine's meta_info
-
-    def __post_init__(self) -> None:
-        if self.output_log_probs and len(self.output_log_probs) != len(self.output_ids):
-            raise ValueError(
-                f"a turn has {len(self.output_log_probs)} log-probs for {len(self.output_ids)} output tokens"
-            )
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +184,7 @@ def samples_of(
         images = [one for node in chain for one in node.images]
         if max_sample_tokens is not None and len(sample.tokens) > max_sample_tokens:
             split = (one.start for one in images if one.start < max_sample_tokens < one.end)
-            _cut(sample, next(split, max_sample_tokens))
+            _truncate(sample, next(split, max_sample_tokens))
         if processor is not None:
             add_to_sample(sample, images, processor)
         if any(sample.loss_mask or ()):
@@ -243,7 +237,7 @@ def _append_chain(
         yield node.describe(start, trained=trains)
 
 
-def _cut(sample: Sample, max_tokens: int) -> None:
+def _truncate(sample: Sample, max_tokens: int) -> None:
     """Keep the first tokens and their masks."""
     keep = max(0, max_tokens - (len(sample.tokens) - sample.response_length))
     sample.tokens = sample.tokens[:max_tokens]

@@ -19,7 +19,7 @@ TokenLists = list[Tensor]
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may read about a batch of N samples."""
+    """Inputs of an advantage estimator: a batch of N samples."""
 
     rewards: Sequence[float]
     kl: Sequence[Tensor]  # [R_i] fp32, zeros when no KL enters the reward

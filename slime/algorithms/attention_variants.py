@@ -1,4 +1,4 @@
-"""Attention that is not plainly causal: sliding windows, chunks, attention sinks, soft-capped scores."""
+"""Variants of causal attention: sliding windows, chunks, attention sinks, soft-capped scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _SINK_COLUMNS = 8  # kernels want the width of a head to be a multiple of it
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """What besides the causal mask decides a layer's attention."""
+    """Properties of a layer's attention besides the causal mask."""
 
     window: int | None = None  # tokens that a token sees, itself included; None: all before it
     chunk: int | None = None  # tokens of the pieces of a document that do not see each other; None: no pieces
@@ -30,9 +30,9 @@ PLAIN = Variant()
 
 
 def variant_of(module: nn.Module, mask: Any, options: Mapping[str, Any]) -> Variant:
-    """What a layer of transformers asks for, by its keyword arguments and by its kind in the config.
+    """Return the variant that a layer of transformers asks for, by keyword arguments or by its config.
 
-    Some families say a window only in a mask, which is not built here: their config says it too.
+    Some families pass a window only as a mask, which is not built here: it is read from their config.
     """
     config: Any = getattr(module, "config", None)
     kind = getattr(module, _KIND, None)

@@ -1,4 +1,4 @@
-"""On-policy distillation: how far student and teacher are apart, on sampled tokens or over the vocabulary."""
+"""On-policy distillation: KL between student and teacher, on sampled tokens or over the vocabulary."""
 
 from collections.abc import Sequence
 

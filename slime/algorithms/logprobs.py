@@ -4,8 +4,8 @@ The full [tokens, vocabulary] logits never exist, unless memory is given to keep
 blocks of tokens and keeps three numbers per token. Backward goes over blocks of the vocabulary, so that each
 block's part of the weight gradient is finished in one matrix product with full-precision accumulation, and
 computes that block's logits again; kept logits save that product and become their own gradient in place. On
-CUDA Triton kernels do this; elsewhere plain torch, in at least fp32. Logits are cut to the nucleus and
-divided by the temperature that the engine sampled with.
+CUDA, Triton kernels do this; elsewhere plain torch, in at least fp32. Logits are restricted to the nucleus
+and divided by the temperature that the engine sampled with.
 """
 
 import functools
@@ -28,7 +28,7 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _block_size(count: int, other: int, chunk_size: int, fused: bool) -> int:
-    """How many of `count` rows (or columns) of logits with `other` columns (or rows) make one block."""
+    """Return the rows (or columns) per block, for logits of `count` rows (columns) by `other`."""
     if chunk_size > 0:
         return min(count, chunk_size)
     size = max(1, min(count, (_FUSED_ELEMENTS if fused else MAX_CHUNK_ELEMENTS) // max(other, 1)))
@@ -112,7 +112,7 @@ def _gradient(
 
 @functools.cache
 def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch multiplies 16-bit matrices into an fp32 sum on the device."""
+    """Return whether this torch multiplies 16-bit matrices into an fp32 sum on the device."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     a = torch.ones(16, 16, device=device, dtype=dtype)

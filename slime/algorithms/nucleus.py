@@ -1,7 +1,7 @@
-"""The token ids that sampling had to choose from, row by row, and logits cut down to them.
+"""The token ids that sampling chose from, row by row, and logits restricted to them.
 
-Top-p, top-k and min-p draw each token from a part of the vocabulary. What is trained then is softmax over the
-kept ids alone, as the engine recorded them: the others have probability 0, no entropy and no gradient.
+Top-p, top-k and min-p draw each token from a part of the vocabulary. Training then uses the softmax over the
+kept ids alone, as the engine recorded them; other ids have probability 0, no entropy and no gradient.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ IMPOSSIBLE = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Nucleus:
-    """The ids that each of R rows of logits may be; a row without ids may be any.
+    """The ids that each of R rows of logits was sampled from; a row without ids used the whole vocabulary.
 
     Example: ids [3, 7, 5], row_of [0, 0, 2], offsets [0, 2, 2, 3]: row 0 is 3 or 7, row 1 any, row 2 only 5.
     """

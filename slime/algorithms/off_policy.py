@@ -19,7 +19,7 @@ from slime.arguments import PluginArgs
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where the tokens of a micro-batch belong: mask [R], segments [R] and the number of samples."""
+    """Maps the tokens of a micro-batch to samples: mask [R], segments [R] and the number of samples."""
 
     mask: Tensor
     segments: Tensor
@@ -71,18 +71,6 @@ def importance_weights(
 
 def _weight_metrics(weights: Tensor, ratio: Tensor) -> dict[str, Tensor]:
     return {"tis": ratio, "tis_clipfrac": (weights != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
-
-
-def weight_moments(weights: Tensor, layout: TokenLayout, level: str) -> Tensor:
-    """[2] sum and count of weights that are trained on, of tokens or, at the levels of samples, of samples.
-
-    Over a whole step they give the mean weight, by which self-normalised importance sampling divides.
-    """
-    counted = (layout.mask != 0).double()
-    if level != "token":
-        tokens = segment_sum(counted, layout.segments, layout.num_samples)
-        counted = counted / tokens[layout.segments].clamp(min=1.0)  # the tokens of a sample share its weight
-    return torch.stack([(weights.double() * counted).sum(), counted.sum()])
 
 
 def rejection(

@@ -20,7 +20,7 @@ from slime.utils.misc import load_function
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy loss may read about the S samples and R response tokens of a micro-batch."""
+    """Inputs of a policy loss: the S samples and R response tokens of a micro-batch."""
 
     log_probs: Tensor  # [R] of the current policy, with gradient
     old_log_probs: Tensor  # [R] of the policy that ratios are taken against
@@ -28,7 +28,6 @@ class PolicyInputs:
     mask: Tensor  # [R] 0/1
     segments: Tensor  # [R] which sample a token belongs to
     num_samples: int
-    selected: Tensor | None = None  # [R] 0/1 of extreme covariance; None: the loss does not ask for it
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class PolicyOptions:
     eps_clip_c: float | None = None  # dual clip; None: off
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
-    kl_cov_coef: float = 1.0
     dppo_delta: float = 0.15
 
 
@@ -125,23 +123,6 @@ def gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
     bounded = torch.where(x.advantages > 0, rising, falling)
     ppo_kl = sequence_kl(-bounded, x.mask, x.segments, x.num_samples)
     return PolicyTerms(-exp_ratio(-ppo_kl) * x.advantages, (bounded != log_ratio).to(log_ratio.dtype), ppo_kl)
-
-
-def clip_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
-    """PPO clip, and selected tokens of high covariance (log-prob with advantage) lose their gradient."""
-    terms, selected = ppo(x, o), x.selected
-    assert selected is not None, "a covariance loss needs the tokens that were selected for the step"
-    loss = torch.where(selected.bool(), torch.zeros_like(terms.loss), terms.loss)
-    return PolicyTerms(loss, torch.maximum(terms.clipped, selected.to(terms.clipped.dtype)), terms.ppo_kl)
-
-
-def kl_cov(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
-    """No clip; selected tokens of the highest covariance pay kl_cov_coef x |log-ratio|."""
-    assert x.selected is not None, "a covariance loss needs the tokens that were selected for the step"
-    ppo_kl = x.old_log_probs - x.log_probs
-    selected = x.selected.to(ppo_kl.dtype)
-    loss = -exp_ratio(-ppo_kl) * x.advantages + selected * o.kl_cov_coef * ppo_kl.abs()
-    return PolicyTerms(loss, selected, ppo_kl)
 
 
 def _divergence_mask(x: PolicyInputs, divergence: Tensor, delta: float) -> PolicyTerms:

@@ -10,17 +10,14 @@ def compute_dpo_loss(
     ref_chosen: Tensor,
     ref_rejected: Tensor,
     beta: float,
-    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss [P] and both answers' implicit rewards [P], from summed log-probs [P] of policy and reference.
 
-    An answer's implicit reward is beta x (log pi - log pi_ref); the loss is -log sigmoid of their difference,
-    where a share `label_smoothing` of the labels is taken to be wrong.
+    An answer's implicit reward is beta x (log pi - log pi_ref); the loss is -log sigmoid of their difference.
     """
     chosen_rewards = beta * (chosen - ref_chosen)
     rejected_rewards = beta * (rejected - ref_rejected)
-    margins = chosen_rewards - rejected_rewards
-    loss = -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
+    loss = -F.logsigmoid(chosen_rewards - rejected_rewards)
     return loss, chosen_rewards.detach(), rejected_rewards.detach()
 
 

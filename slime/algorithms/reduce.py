@@ -20,7 +20,7 @@ def reduction_weights(
     segments: Tensor,
     rollout_mask_sums: Tensor,
     *,
-    constant: float | None = None,
+    constant: int | None = None,
 ) -> Tensor:
     """Weight of each flat token under a row of REDUCTIONS, whose count divides the sum of all.
 

@@ -1,6 +1,7 @@
 """Log-probs of responses out of packed logits, for losses of the user's own (`--custom-loss-function-path`).
 
-Names and signatures are those that plug-ins of slime call. A loss gets the whole vocabulary on every rank.
+Plug-ins call these functions, so names and signatures are stable. A loss gets the whole vocabulary on every
+rank.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ def get_log_probs_and_entropy(
 
 
 def get_rollout_top_p_logprob_kwargs(args: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What `get_log_probs_and_entropy` needs of a batch that was sampled from parts of the vocabulary."""
+    """Return the arguments of `get_log_probs_and_entropy` for a batch sampled with top-p or top-k."""
     if getattr(args, "rollout_top_p", 1.0) == 1.0:
         return {}
     names = {name: f"rollout_{name}" for name in ("top_p_token_ids", "top_p_token_offsets")}

@@ -1,4 +1,4 @@
-"""Turns raw rewards into what advantages start from: components joined, length shaped, compared in groups.
+"""Shapes raw rewards before advantages: joins components, shapes by length, compares within groups.
 
 A group is every sample with the same group index, whatever its size. One rollout may have fanned out into
 several samples (they share a rollout id); such siblings count once in the statistics, as the mean of their

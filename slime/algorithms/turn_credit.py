@@ -1,9 +1,9 @@
-"""Credit by turn: what each turn of an episode earns, and how it is compared with the same turn of others.
+"""Assigns credit per turn of an episode, compared with the same turn of other rollouts of the group.
 
-A turn is a span of tokens that the policy wrote in one go, with the reward that the environment gave for it.
-Its return is G_k = r_k + discount x G_(k+1). Estimators that compare rewards within a group compare G_k with
-the k-th turn of the group's other rollouts; one that ended earlier counts with its last turn. Where only the
-end is rewarded and the discount is 1, every turn gets what the estimator gives to the whole episode.
+A turn is a span of tokens that the policy sampled in one request, with the environment's reward for it. Its
+return is G_k = r_k + discount x G_(k+1). Estimators that compare rewards within a group compare G_k with the
+k-th turn of the group's other rollouts; a shorter rollout counts with its last turn. If only the end is
+rewarded and the discount is 1, every turn gets the advantage of the whole episode.
 """
 
 import itertools

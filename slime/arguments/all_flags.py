@@ -1,4 +1,4 @@
-"""Every flag group in the order a reader meets them: the one list that parser, help and docs walk."""
+"""Lists all flag groups, in the order of the help page and the docs."""
 
 import functools
 from typing import Any

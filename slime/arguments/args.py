@@ -14,7 +14,7 @@ from slime.catalog.estimators import ESTIMATORS
 class Args(Flags):
     """Every flag is an attribute: `--rollout-batch-size 32` is `args.rollout_batch_size == 32`.
 
-    Nothing is written to it after `parse_args`: facts of a run that is going live in `RunInfo`.
+    It never changes after `parse_args`; facts that become known during a run are in `RunInfo`.
     """
 
     eval_datasets: list[EvalDatasetConfig]  # from --eval-config or --eval-prompt-data; empty: no evaluation
@@ -45,12 +45,12 @@ class Args(Flags):
 
     @property
     def sources(self) -> dict[str, str]:
-        """Where each value came from: "default", "file run.yaml", "command line" or "derived: <rule>"."""
+        """Source of each value: "default", "file run.yaml", "command line" or "derived: <rule>"."""
         return dict(self._sources)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know of these settings before the run; `parse_args` logs it."""
+        """Warnings about these settings, which `parse_args` logs before the run."""
         return self._warnings
 
     def to_dict(self, *, hide_secrets: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command line: flags from their declarations, values from words and files, clear mistakes."""
+"""Parses the command line: flags from their declarations, values from arguments and files."""
 
 import argparse
 import functools
@@ -7,7 +7,7 @@ import operator
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _OWN_SGLANG_OPTIONS = [spec.option for spec in all_specs().values() if spec.option.startswith(PREFIX)]
 
+Preset = Callable[[Draft], Mapping[str, Any]]  # what the user gave -> values for other flags
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 
@@ -56,16 +57,21 @@ def parse_args(
     *,
     add_custom_arguments: AddArguments | None = None,
     training_loop: str = SYNCHRONOUS,
+    preset: Preset | None = None,
 ) -> Args:
     """The settings of a run from its command line (and the files it names), checked and complete.
 
     Raises ValueError for anything a user can get wrong. `--help` and `--print-config` print and exit with 0.
     `add_custom_arguments(parser)` may add flags of its own with `parser.add_argument`. `training_loop` is the
-    one that will run them: some defaults follow from it.
+    one that will run them: some defaults follow from it. `preset` gives values that replace defaults.
     """
     refusals = Refusals()
     parser, custom = build_parser(add_custom_arguments, refusals)
     draft = _read_all(parser, custom, sys.argv[1:] if argv is None else list(argv), training_loop, refusals)
+    if preset is not None:
+        with refusals.collect("Command line"):
+            draft.preset(preset(draft))
+        refusals.raise_all()
     apply_rules(draft, refusals)
     try:
         refusals.raise_all()
@@ -89,14 +95,14 @@ def _read_all(
     training_loop: str,
     refusals: Refusals,
 ) -> Draft:
-    """Values as given, from the command line and from files, before any rule."""
+    """Read the values that the user gave, on the command line and in files; all mistakes are one error."""
     ours = set(known_options(parser))
     words, others = split_flags(renamed(words), lambda option: None if option in ours else _owner(option))
     for option, values in others["unbuilt"].items():
         if not is_neutral(option, values):
             refusals.add("Command line", why_unbuilt(option))
     given = {}
-    with refusals.collect("Command line", alone=True):
+    with refusals.collect("Command line"):
         given = _parse_command_line(parser, words, refusals)
     draft = Draft(all_specs(), training_loop=training_loop)
     for name, value in (("megatron_config", {}), ("critic_overrides", {}), ("sglang_options", [])):
@@ -106,7 +112,7 @@ def _read_all(
     for option, values in others["plug-in"].items():
         draft.set(name_of(option), values[0] if values else True, COMMAND_LINE)
     if given.get("config"):
-        with refusals.collect("--config", alone=True):
+        with refusals.collect("--config"):
             content = read_yaml_mapping(given["config"], "--config")
             in_file = _read_settings(draft, content, given["config"], custom, refusals)
             for owner, flags in in_file.items():
@@ -130,6 +136,7 @@ def _read_all(
         _apply_server_flags(draft, others["sglang"])
     with refusals.collect("Flags of Megatron"):
         _apply_megatron_flags(draft, others["megatron"])
+    refusals.raise_all()  # rules would break on values that could not be read
     return draft
 
 
@@ -149,7 +156,7 @@ def _owner(option: str) -> str | None:
 
 @dataclass(frozen=True)
 class CustomFlag:
-    """A flag that a user's own function added: argparse knows it, and so do --config and --print-config."""
+    """A flag that a user's function added; argparse, --config and --print-config support it."""
 
     action: argparse.Action
     default: Any
@@ -162,7 +169,7 @@ class CustomFlag:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are ValueErrors, so that one place decides how a user sees them."""
+    """An argparse parser that raises ValueError, so that one place formats errors for users."""
 
     def error(self, message: str) -> NoReturn:
         no_value = r"^argument (--[\w-]+)[^:]*: ignored explicit argument"
@@ -171,21 +178,14 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self, words: Sequence[str] = ()) -> str:
         custom = [a for a in self._actions if a.dest != "help" and a.dest not in all_specs()]
-        return render_help(self.prog, custom if not words else (), words)
+        return render_help(self.prog, custom, words)
 
 
 class _Help(argparse._HelpAction):
-    """`--help reward clip`: only flags that mention these words."""
+    """Prints the help; `--help reward clip` prints only the flags that mention these words."""
 
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.nargs = "*"
-
-    def __call__(self, parser: Any, namespace: object, values: Any, option_string: str | None = None) -> None:
-        try:
-            print(parser.format_help(values), end="")
-        except ValueError as error:  # no mistake of the settings, whose others nobody asked for
-            parser.exit(2, f"error: {error}\n")
+    def __call__(self, parser: Any, namespace: object, words: Any, option_string: str | None = None) -> None:
+        print(parser.format_help(words), end="")
         parser.exit()
 
 
@@ -196,7 +196,7 @@ def build_parser(
     parser: argparse.ArgumentParser = _Parser(
         prog="slime train", allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
     )
-    parser.add_argument("-h", "--help", action=_Help)
+    parser.add_argument("-h", "--help", action=_Help).nargs = "*"
     for spec in all_specs().values():
         _add_flag(parser, spec, refusals or Refusals())
     declared = set(parser._actions)
@@ -242,7 +242,7 @@ def _word_reader(spec: FlagSpec, refusals: Refusals) -> Callable[[str], Any]:
         try:
             return convert(spec, word)
         except ValueError as error:
-            refusals.add("Command line", f"{spec.option} is {word!r}: {error}", unread=spec.option)
+            refusals.add("Command line", f"{spec.option} is {word!r}: {error}")
             return spec.default
 
     return read
@@ -257,8 +257,7 @@ def _parse_command_line(
         raise ValueError(f"unexpected {settings!r}: a file of settings is given by --config {settings}")
     if unknown:
         for reason in _explain_unknown(unknown, argv, [*known_options(parser), *megatron_fields()]):
-            meant = re.search(r"(?:did you mean|it is called) (--[\w-]+)", reason)
-            refusals.add("Command line", reason, unread=meant[1] if meant else None)
+            refusals.add("Command line", reason)
     given = vars(namespace)
     for name, spec in all_specs().items():
         if spec.one_or_many and name in given and isinstance(given[name], list) and len(given[name]) == 1:
@@ -327,7 +326,6 @@ def _read_settings(
 ) -> dict[str, dict[str, list[str]]]:
     """Set what a file says; return the flags of other programs in it by their owner, as words."""
     others: dict[str, dict[str, list[str]]] = defaultdict(dict)
-    _refuse_groups(content, path, custom)
     for key, value in content.items():
         for name, new in renamed_key(name_of(str(key)), value).items():
             option = option_of(name)
@@ -335,28 +333,9 @@ def _read_settings(
             if owner in ("idle", "sglang", "router", "megatron"):
                 others[owner] |= yaml_flag(option, new, negates=owner == "megatron")
                 continue
-            with refusals.collect("--config", unread=option):
+            with refusals.collect("--config"):
                 _apply_key(draft, str(key), name, new, path, custom)
     return others
-
-
-def _refuse_groups(content: dict[str, Any], path: str, custom: dict[str, CustomFlag]) -> None:
-    """Refuse settings below headings: every key in them would seem to be missing."""
-    groups = {}
-    for key, value in content.items():
-        name = name_of(str(key))
-        spec = all_specs().get(name)
-        takes_object = (
-            spec.kind is dict if spec else name in custom or _owner(option_of(name)) not in (None, "unknown")
-        )
-        if isinstance(value, dict) and value and not takes_object:
-            groups[str(key)] = next(iter(value.items()))
-    if groups:
-        example = "; ".join(f"`{key}: {value}`" for key, value in list(groups.values())[:3])
-        raise ValueError(
-            f"{path}: {', '.join(map(repr, groups))} hold keys of their own, but keys are flat here: write "
-            f"{example} and so on at the left margin, without headings."
-        )
 
 
 def _apply_roles(
@@ -384,7 +363,7 @@ def _apply_key(
     if name in custom:
         draft.set(name, custom[name].read(value), f"file {path}")
         return
-    spec, inverted = _find_key(key, name, path)
+    spec, inverted = _find_key(key, name, path, is_heading=isinstance(value, dict))
     if value is not None:
         value = read_file_value(spec, value, f"{key} in {path}")
         if spec.info.rows is not None:
@@ -392,8 +371,8 @@ def _apply_key(
         draft.set(spec.name, not value if inverted else value, f"file {path}")
 
 
-def _find_key(key: str, name: str, path: str) -> tuple[FlagSpec, bool]:
-    """The flag a key of a file means, and whether it is the `disable-...` spelling of it."""
+def _find_key(key: str, name: str, path: str, *, is_heading: bool) -> tuple[FlagSpec, bool]:
+    """Return the flag that a key of a file means, and whether it is the `disable-...` spelling of it."""
     if name in ("config", "print_config"):
         raise ValueError(f"{path}: {key} can only be given on the command line.")
     spellings: dict[str, tuple[FlagSpec, bool]] = {}
@@ -404,6 +383,8 @@ def _find_key(key: str, name: str, path: str) -> tuple[FlagSpec, bool]:
         return spellings[name]
     if is_unbuilt(option_of(name).removeprefix("--")):
         raise ValueError(f"{path}: {why_unbuilt(key)}")
+    if is_heading:
+        raise ValueError(f"{path}: {key!r} holds keys of its own; write them at the left margin, without it.")
     if known := SYNONYMS.get(name.replace("_", "-")):
         raise ValueError(f"{path}: unknown key {key!r}; it is called {known!r} here.")
     near = get_close_matches(name, spellings, n=1)

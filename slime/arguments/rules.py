@@ -1,4 +1,4 @@
-"""The rules in the order they run; each is declared next to its flags, in groups/."""
+"""Lists the rules in the order in which they run; each is declared next to its flags, in groups/."""
 
 from collections.abc import Callable
 
@@ -71,7 +71,6 @@ RULES: tuple[Rule, ...] = (
     cluster.release_train,
     cluster.peer_copies,
     engine.weight_sync,
-    engine.drafting_heads,
     drafts.refuse_flags_without_effect,
     rollout.fully_async_rollout,
     megatron.megatron_trainer,

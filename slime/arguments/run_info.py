@@ -1,4 +1,4 @@
-"""Facts that exist only while a run is going, and what plug-ins see: the arguments plus those facts."""
+"""Facts that are known only during a run, and the `args` of plug-ins: the settings plus these facts."""
 
 import argparse
 import copy
@@ -10,7 +10,7 @@ from slime.arguments.args import Args, default_args
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What start-up found out. The cluster builds it once; plug-ins see it in their `args`."""
+    """Facts that are known after start-up. The cluster builds it once; plug-ins see it in their `args`."""
 
     run_id: str
     run_dir: str
@@ -30,7 +30,7 @@ class RunInfo:
 
 
 class PluginArgs(argparse.Namespace, Flags):
-    """What a plug-in gets as `args`, its own to change: flags, facts of the run, --custom-config-path."""
+    """The `args` of a plug-in, a copy that it may change: flags, facts of the run, --custom-config-path."""
 
     sglang_router_ip: str | None
     sglang_router_port: int | None

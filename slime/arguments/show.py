@@ -1,4 +1,4 @@
-"""Settings as text: the help page and the listing of --print-config."""
+"""Formats settings as text: the help page and the listing of --print-config."""
 
 import argparse
 import shutil
@@ -19,35 +19,24 @@ shows the flags that mention it."""
 def render_help(prog: str, custom: Sequence[argparse.Action] = (), words: Sequence[str] = ()) -> str:
     """Return the help page, grouped by subject. `words`: show only flags that mention all of them."""
     width = min(shutil.get_terminal_size((110, 24)).columns, 119)
-    usage = f"usage: {prog} [--config run.yaml] [flags]"
-    lines = [usage, "", _INTRODUCTION]
-    if words:
-        lines = [f"{usage}; flags that mention {' and '.join(words)}:"]
+    lines = [f"usage: {prog} [--config run.yaml] [flags]", "", _INTRODUCTION]
     group = None
-    for spec in _mentioning(words):
+    for spec in all_specs().values():
+        text = f"{spec.name} {spec.option} {spec.group} {spec.info.help}".lower()
+        if not all(word.lower() in text for word in words):
+            continue
         if spec.group != group:
             group = spec.group
             lines += ["", f"{group}:"]
         lines += _entry(f"{spec.option}{_value_name(spec)}", spec.info.help + _notes(spec), width)
         for name, row in (spec.info.rows or {}).items():
             lines += _entry(f"    {name}", f"{row.help} [{row.default:g}]", width)
-    if custom:
+    if group is None:
+        lines += ["", f"No flag mentions {' and '.join(words)}. --help alone lists all."]
+    if custom and not words:
         lines += ["", "Your own flags:"]
         lines += [line for a in custom for line in _entry(", ".join(a.option_strings), a.help or "", width)]
     return "\n".join(lines) + "\n"
-
-
-def _mentioning(words: Sequence[str]) -> list[FlagSpec]:
-    """Return the flags whose name, subject or help has all words."""
-    plain = [word.lower().lstrip("-") for word in words]
-    found = []
-    for name, spec in all_specs().items():
-        text = f"{name} {name.replace('_', '-')} {spec.option} {spec.group} {spec.info.help}".lower()
-        if all(word in text for word in plain):
-            found.append(spec)
-    if not found:
-        raise ValueError(f"no flag mentions {' and '.join(words)}. --help alone lists all.")
-    return found
 
 
 def _entry(left: str, help: str, width: int) -> list[str]:

@@ -1,9 +1,9 @@
-"""Trainers behind one protocol, `base.TrainBackend`."""
+"""Training backends (FSDP, Megatron) with a common base class, `shared.trainer_base.TrainBackend`."""
 
 import torch
 
 from slime.arguments import Args
-from slime.backends.base import TrainBackend
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.catalog.backends import BACKENDS
 from slime.utils.misc import load_function
 

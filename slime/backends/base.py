@@ -1,8 +1,7 @@
-"""The protocol that every trainer implements, and the values that pass through it."""
+"""Types in the interface of a trainer: layout, micro-batches, outputs, losses, results."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
@@ -126,7 +125,7 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True)
 class StepPlace:
-    """Which optimizer step of a run it is."""
+    """Position of an optimizer step in the run."""
 
     rollout_id: int
     step_id: int  # from 0 in the rollout
@@ -144,7 +143,7 @@ class Loss:
 
 
 class OutputMatrix(Protocol):
-    """What makes logits of hidden states, as this rank holds it: the whole matrix, or some of its rows."""
+    """The output projection, as this rank holds it: the whole matrix, or some of its rows."""
 
     @property
     def weight(self) -> Tensor:
@@ -178,10 +177,10 @@ TOKENS_LEFT = "_tokens_left"
 
 
 def has_update(loss: Loss, denominators: Denominators, metrics: dict[str, float], grad_norm: float) -> bool:
-    """Whether some token trains in a step.
+    """Return whether some token trains in a step.
 
-    Else weights, moments and the schedule stay: weight decay and momentum would move the policy without a
-    reason. A gradient of zero alone is an update like any other: tokens may train with an advantage of 0.
+    If none does, weights, moments and the schedule stay: weight decay and momentum would move the policy
+    without a reason. A gradient of zero alone is an ordinary update: tokens may train with an advantage of 0.
     """
     if denominators.tokens == 0 and loss.masked:
         return False
@@ -190,76 +189,3 @@ def has_update(loss: Loss, denominators: Denominators, metrics: dict[str, float]
 
 class NonFiniteStepError(RunStopped, ArithmeticError):
     """The loss or the gradient norm of a step is NaN or infinite; the step was not applied."""
-
-
-class TrainBackend(Protocol):
-    """One per rank; every method is called by all ranks together.
-
-    `shared.trainer_base.TrainerBase` says what each method does.
-    """
-
-    layout: Layout
-    device: torch.device
-    compute_dtype: torch.dtype  # of the passes; results and master weights are fp32
-
-    def load(self, path: str | Path) -> dict[str, Any]: ...
-
-    def save(self, path: str | Path) -> dict[str, Any]: ...
-
-    def finish_save(self, *, wait: bool) -> bool: ...
-
-    def log_probs(
-        self,
-        mbs: list[MicroBatch],
-        *,
-        weights: str = "actor",
-        entropy: bool = False,
-        at_head: HeadFunction | None = None,
-    ) -> TokenLists: ...
-
-    def values(self, mbs: list[MicroBatch]) -> list[Tensor]: ...
-
-    def train_step(
-        self,
-        mbs: list[MicroBatch],
-        loss: Loss,
-        denominators: Denominators,
-        *,
-        model: str = "actor",
-        place: StepPlace | None = None,  # None: outside of a run
-    ) -> StepStats: ...
-
-    def expect_steps(self, num_steps: int) -> None: ...
-
-    def change_setting(self, name: str, value: float) -> None: ...
-
-    def reset_optimizer(self) -> None: ...
-
-    def output_matrix(self, weights: str) -> OutputMatrix | None:
-        """The output matrix of the weights with that tag; None on a rank whose pipeline stage has no head."""
-        ...
-
-    def export(self, *, weights: str = "actor", dtype: torch.dtype | None = None) -> Iterator[Bucket]: ...
-
-    def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """`export` of this rank's pipeline stage alone; all stages one after another are `export`.
-
-        All ranks call it together. Then stages go through their buckets independently.
-        """
-        ...
-
-    def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]: ...
-
-    def adapter_config(self) -> dict[str, Any]: ...
-
-    def save_hf(self, path: str | Path, dtype: torch.dtype | None = None) -> None: ...
-
-    def copy_weights(self, src: str, dst: str) -> None: ...
-
-    def has_weights(self, tag: str) -> bool: ...
-
-    def move(self, *, params: str | None = None, optimizer: str | None = None) -> None: ...
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor: ...
-
-    def drain_flops(self) -> float: ...

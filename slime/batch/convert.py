@@ -14,7 +14,7 @@ from slime.algorithms.turn_credit import Turn, compared_returns, on_all_tokens, 
 from slime.arguments import Flags
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.arguments.groups.trained_sampling import replays_nucleus
-from slime.batch.validate import check_distinct, check_reward, check_samples, validate_batch
+from slime.batch.validate import check_distinct, check_masks, check_reward, validate_batch
 from slime.catalog.estimators import ESTIMATORS
 from slime.utils import top_p
 from slime.utils.misc import load_function
@@ -59,9 +59,10 @@ def samples_to_batch(
                 "log-probs of another distribution with --allow-sampling-mismatch."
             )
     else:
-        check_samples(flat, args.custom_generate_function_path)
         batch = _convert(args, flat)
         source = "the rollout"
+        if args.custom_generate_function_path is not None:
+            source = f"--custom-generate-function-path {args.custom_generate_function_path}"
     if engine_version is not None:
         _fill_versions(batch, engine_version)
     validate_batch(batch, source=source)
@@ -203,6 +204,7 @@ def _convert(args: Flags, samples: list[Sample]) -> RolloutBatch:
     rollout_ids = fill_rollout_ids(samples)
     raw_reward, rewards = post_process_rewards(args, samples, rollout_ids)
     masks = [_mask_of(sample) for sample in samples]
+    check_masks(masks)
     batch: RolloutBatch = {
         "tokens": _rows([sample.tokens for sample in samples], torch.int64),
         "response_lengths": [sample.response_length for sample in samples],
@@ -337,7 +339,8 @@ def _complete(made: dict[str, Any]) -> RolloutBatch:
         raise ValueError(f"--custom-convert-samples-to-train-data-path returned no {', '.join(missing)}.")
     batch = dict(made)
     num_samples = len(batch["tokens"])
-    batch.setdefault("loss_masks", [torch.ones(length) for length in batch["response_lengths"]])
+    batch.setdefault("loss_masks", [[1] * length for length in batch["response_lengths"]])
+    check_masks([torch.as_tensor(mask).tolist() for mask in batch["loss_masks"]])
     for key, dtype in _DTYPES.items():
         if key in batch:
             batch[key] = _rows(batch[key], dtype)

@@ -97,7 +97,7 @@ def _first(text: Any, *names: str) -> int:
 
 
 def _is_sparse(text: Any, layer: int) -> bool:
-    """Whether a layer of a mixture of experts has experts, by the rule that the config has."""
+    """Return whether a layer has experts, by the rule in the model's config."""
     kinds, sparse = getattr(text, "mlp_layer_types", None), getattr(text, "moe_layers", None)
     if kinds or sparse:
         return kinds[layer] == "sparse" if kinds else layer in (sparse or ())
@@ -112,11 +112,6 @@ def _is_sparse(text: Any, layer: int) -> bool:
         and layer not in (getattr(text, "mlp_only_layers", None) or ())
         and (layer + 1) % (period or 1) == 0
     )
-
-
-def forward_flops(shape: ModelShape, length: int) -> float:
-    """Operations of one forward pass over one document of `length` tokens, attention counted causal."""
-    return float(2 * shape.matrices * length + shape.attention * length * length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +150,7 @@ _PATCH_ELEMENTS = 3 * 14 * 14
 
 
 def sample_sizes(batch: RolloutBatch) -> list[int]:
-    """What each sample costs in tokens: its own, and the patches of its images."""
+    """Return the size of each sample in tokens: its own, and the patches of its images."""
     media = batch.get("multimodal_train_inputs") or [None] * len(batch["tokens"])
     pairs = zip(batch["tokens"], media, strict=True)
     return [len(tokens) + num_patches(shown) for tokens, shown in pairs]

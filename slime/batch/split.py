@@ -1,14 +1,14 @@
-"""Which samples make which optimizer step, on which rank and in which micro-batch, by lengths and ids.
+"""Splits a batch into optimizer steps, ranks and micro-batches, by lengths and ids of its samples.
 
 Steps split on rollout ids: the fan-out siblings of one rollout never straddle two steps. Every rank gets the
-same number of micro-batches in a step; where the samples do not suffice an empty micro-batch stands for one
-of weight zero.
+same number of micro-batches in a step; a rank with too few samples gets empty micro-batches, which have
+weight zero.
 """
 
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -63,19 +63,23 @@ class RankData:
 
     batch: RolloutBatch
     steps: list[RankStep]
-    scoring: list[list[int]]  # micro-batches of passes before training; positions as in those of the steps
+
+    @property
+    def micro_batches(self) -> list[list[int]]:
+        """The micro-batches of all steps, which passes before training use too."""
+        return [micro_batch for step in self.steps for micro_batch in step.micro_batches]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel to the rank's process with the batch in one piece of bytes."""
         try:
             batch = codec.encode(codec.with_rows(self.batch))
         except codec.ForeignValue:  # a user's function may put any object into a batch
-            return RankData, (self.batch, self.steps, self.scoring)
-        return _received, (batch, self.steps, self.scoring)
+            return RankData, (self.batch, self.steps)
+        return _received, (batch, self.steps)
 
 
-def _received(batch: bytes, steps: list[RankStep], scoring: list[list[int]]) -> RankData:
-    return RankData(codec.decode(batch), steps, scoring)
+def _received(batch: bytes, steps: list[RankStep]) -> RankData:
+    return RankData(codec.decode(batch), steps)
 
 
 def plan_steps(
@@ -85,19 +89,16 @@ def plan_steps(
     *,
     dp_size: int,
     cp_size: int = 1,
-    cost: Callable[[int], float] = typical_cost,
     prompts: Sequence[Hashable] | None = None,
     prompt_sizes: Sequence[int] | None = None,
 ) -> list[StepPlan]:
     """Split samples into steps of `--global-batch-size` rollouts, and steps into micro-batches, equally many.
 
-    `prompts`: what samples of one prompt have in common; they stay together where a micro-batch holds them.
-    `prompt_sizes`: tokens of each sample's prompt, where those that stay together count them once.
+    `prompts`: one key per sample; samples with the same key stay together if a micro-batch can hold them.
+    `prompt_sizes`: tokens of each sample's prompt; samples that stay together count a shared prompt once.
 
     A last step with fewer rollouts is kept and has its own, smaller count: nothing is dropped.
     """
-    if not batch_lengths:
-        raise ValueError("the batch holds no samples: there is nothing to schedule.")
     members: dict[int, list[int]] = {}
     for position, rollout_id in enumerate(rollout_ids):
         members.setdefault(rollout_id, []).append(position)
@@ -112,7 +113,7 @@ def plan_steps(
             positions = [p for unit in units for p in unit]
             budget = _token_budget(args, cp_size)
             units = _siblings(positions, prompts, batch_lengths, prompt_sizes, budget, dp_size)
-        ranks = _split_step(args, units, batch_lengths, prompt_sizes, dp_size, cp_size, cost)
+        ranks = _split_step(args, units, batch_lengths, prompt_sizes, dp_size, cp_size)
         steps.append(StepPlan(ranks=ranks, num_rollouts=len(chosen)))
     if len(rollouts) % size:
         logger.warning(
@@ -167,10 +168,9 @@ def _split_step(
     prompt_sizes: Sequence[int] | None,
     dp_size: int,
     cp_size: int,
-    cost: Callable[[int], float],
 ) -> list[list[list[int]]]:
     sizes = [_unit_size(unit, lengths, prompt_sizes) for unit in units]
-    costs = [sum(cost(lengths[p]) for p in unit) for unit in units]
+    costs = [sum(typical_cost(lengths[p]) for p in unit) for unit in units]
     balances, cap = args.balance_data or args.balance_by_flops, _token_budget(args, cp_size)
     shares = balance(costs, dp_size) if balances else [list(range(len(units)))]
     samples = max(1, args.micro_batch_size // len(units[0]))
@@ -221,11 +221,7 @@ def _token_budget(args: Flags, cp_size: int) -> int:
     """Tokens of a micro-batch over the ranks of a replica; 0: micro-batches of equal numbers of samples."""
     if not args.use_dynamic_batch_size:
         return 0
-    if not args.max_tokens_per_gpu:
-        raise ValueError(
-            "--use-dynamic-batch-size packs micro-batches up to a token budget: set it with "
-            "--max-tokens-per-gpu."
-        )
+    assert args.max_tokens_per_gpu is not None, "rules derive it"
     return args.max_tokens_per_gpu * cp_size
 
 
@@ -250,7 +246,6 @@ def split_for_ranks(
     dp_size: int,
     *,
     cp_size: int = 1,
-    cost: Callable[[int], float] = typical_cost,
 ) -> list[RankData]:
     """Each data-parallel rank's own samples and steps."""
     lengths = sample_sizes(batch)
@@ -263,7 +258,6 @@ def split_for_ranks(
         batch["rollout_ids"],
         dp_size=dp_size,
         cp_size=cp_size,
-        cost=cost,
         prompts=prompts,
         prompt_sizes=[n - r for n, r in zip(lengths, response_lengths, strict=True)] if once else None,
     )
@@ -281,20 +275,20 @@ def split_for_ranks(
             )
             for step in plans
         ]
-        same = [micro_batch for step in steps for micro_batch in step.micro_batches]
-        shares.append(RankData(batch=take(batch, own), steps=steps, scoring=same))
-    return _pack_scoring(args, shares, cp_size) if args.log_probs_max_tokens_per_gpu else shares
+        shares.append(RankData(batch=take(batch, own), steps=steps))
+    return shares
 
 
 def _keeps_siblings(args: Flags) -> bool:
-    """Whether samples of one prompt should meet in a micro-batch, because the trainer computes it once."""
+    """Return whether samples of one prompt should share a micro-batch, which computes the prompt once."""
     shares = BACKENDS[args.train_backend].shares_prompts and args.share_prefix is not False
+    shares = shares and args.context_parallel_size == 1
     return shares and bool(args.use_dynamic_batch_size) and args.loss_type not in PAIR_LOSSES
 
 
 def _counts_prompts_once(args: Flags) -> bool:
-    """Where sharing is asked for; but a pass that needs every sample whole must fit too."""
-    needs_all = CRITIC.works(args) or args.loss_type == "custom_loss" or bool(args.router_aux_loss_coef)
+    """Return whether a shared prompt counts once: not if some pass of the run needs every sample whole."""
+    needs_all = CRITIC.works(args) or args.loss_type == "custom_loss"
     return args.share_prefix is True and not needs_all
 
 
@@ -305,16 +299,3 @@ def _prompts(batch: RolloutBatch) -> list[Hashable]:
     lengths = [tokens.numel() for tokens in batch["tokens"]]
     rows = zip(itertools.accumulate(lengths), lengths, batch["response_lengths"], strict=True)
     return [data[size * (end - length) : size * (end - response)] for end, length, response in rows]
-
-
-def _pack_scoring(args: Flags, shares: list[RankData], cp_size: int) -> list[RankData]:
-    """Passes before training with a token budget of their own, and as many micro-batches on each rank."""
-    budget = (args.log_probs_max_tokens_per_gpu or 0) * cp_size
-    lengths = [sample_sizes(share.batch) for share in shares]
-    bins = [pack_first_fit(own, budget) for own in lengths]
-    count = max(map(len, bins))
-    bins = [split_largest(b, own, count) for b, own in zip(bins, lengths, strict=True)]
-    return [
-        replace(share, scoring=b + [[] for _ in range(count - len(b))])
-        for share, b in zip(shares, bins, strict=True)
-    ]

@@ -1,11 +1,9 @@
-"""Checks on samples and train data: one clear error for each thing that would otherwise train on nonsense."""
+"""Validates samples and train data, with a clear error for inconsistencies that would spoil training."""
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from slime.utils import top_p
 from slime.utils.types import RolloutBatch, Sample, TokenKey, is_score
@@ -29,32 +27,12 @@ def check_reward(sample: Sample, value: Any) -> float:
     )
 
 
-def check_samples(samples: Sequence[Sample], generate_function: str | None = None) -> None:
-    """Lengths of one sample's fields agree; a mask or log-probs of another length is an error.
-
-    `generate_function`: the path of the user's own that made those which name none themselves.
-    """
-    for sample in samples:
-        path, length = sample.generate_function_path or generate_function, sample.response_length
-        made_by = "" if path is None else f", returned by --custom-generate-function-path {path}"
-        name = f"sample {sample.index} (group {sample.group_index}{made_by})"
-        if length > len(sample.tokens) - 1:
-            raise ValueError(
-                f"{name} has response_length {length} but {len(sample.tokens)} tokens: at least one prompt "
-                "token must come before the response; sample.tokens holds the ids of both."
-            )
-        if sample.loss_mask is not None and len(sample.loss_mask) != length:
-            raise ValueError(
-                f"loss_mask has {len(sample.loss_mask)} entries for {length} response tokens in {name}: "
-                "every appended token needs a mask value."
-            )
-        if not {0, 1}.issuperset(sample.loss_mask or ()):
-            other = next(value for value in sample.loss_mask or () if value not in (0, 1))
-            raise ValueError(f"loss_mask holds {other!r} in {name}: a token is trained (1) or not (0).")
-        for field in ("rollout_log_probs", "teacher_log_probs"):
-            values = getattr(sample, field)
-            if values is not None and len(values) != length:
-                raise ValueError(f"{field} has {len(values)} entries for {length} response tokens in {name}.")
+def check_masks(masks: Iterable[Sequence[float]]) -> None:
+    """Raise ValueError for other values than 0 and 1; the conversion to integers would hide some of them."""
+    for mask in masks:
+        if not {0, 1}.issuperset(mask):
+            other = next(value for value in mask if value not in (0, 1))
+            raise ValueError(f"a loss_mask holds {other!r}: a token is trained (1) or not (0).")
 
 
 def check_distinct(samples: Sequence[Sample]) -> None:
@@ -75,8 +53,6 @@ def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> No
     if missing:
         raise ValueError(f"{source} has no {', '.join(missing)}: training needs {', '.join(REQUIRED_KEYS)}.")
     num_samples = len(batch["tokens"])
-    if num_samples == 0:
-        raise ValueError(f"{source} holds no samples.")
     lists: Mapping[str, Any] = batch
     for key in (*REQUIRED_KEYS, *PER_TOKEN_KEYS, "rollout_top_p_token_ids", "rollout_top_p_token_offsets"):
         if key in lists and len(lists[key]) != num_samples:
@@ -85,37 +61,26 @@ def validate_batch(batch: RolloutBatch, *, source: str = "the train data") -> No
         raise ValueError(
             f"{source} has one of rollout_top_p_token_ids and rollout_top_p_token_offsets: it needs both."
         )
-    # All masks and log-probs at once; single samples are checked only if one of them is wrong.
-    sound = _is_mask(torch.cat(batch["loss_masks"]))
-    if "rollout_log_probs" in batch:
-        sound = sound and bool(torch.cat(batch["rollout_log_probs"]).isfinite().all())
-    indices = batch.get("sample_indices", range(num_samples))
-    for position, index in enumerate(indices):
-        _check_sample(batch, position, f"sample {index} of {source}", sound=sound)
+    for position, index in enumerate(batch.get("sample_indices", range(num_samples))):
+        _check_sample(batch, position, f"sample {index} of {source}")
 
 
-def _is_mask(values: torch.Tensor) -> bool:
-    return bool(((values == 0) | (values == 1)).all())
-
-
-def _check_sample(batch: RolloutBatch, position: int, name: str, *, sound: bool) -> None:
+def _check_sample(batch: RolloutBatch, position: int, name: str) -> None:
     length, tokens = batch["response_lengths"][position], batch["tokens"][position]
     total, reward = tokens.shape[0], batch["rewards"][position]
     if not 0 <= length < total:
         raise ValueError(
-            f"{name} has response length {length} but {total} tokens: it must be from 0 to {total - 1}."
+            f"{name} has response length {length} but {total} tokens: at least one prompt token must come "
+            "before the response."
         )
     for key in PER_TOKEN_KEYS:
         if key in batch and batch[key][position].shape[0] != length:
             raise ValueError(
                 f"{key} has {len(batch[key][position])} entries for {length} response tokens in {name}."
             )
-    if not sound and not _is_mask(batch["loss_masks"][position]):
-        raise ValueError(f"loss_masks of {name} holds other values than 0 and 1: a token is trained or not.")
     if not math.isfinite(reward):
         raise ValueError(f"the reward of {name} is {reward}: only a finite number can be trained on.")
-    known = sound or "rollout_log_probs" not in batch
-    if not known and not batch["rollout_log_probs"][position].isfinite().all():
+    if "rollout_log_probs" in batch and not batch["rollout_log_probs"][position].isfinite().all():
         raise ValueError(f"rollout_log_probs of {name} holds NaN or inf: an engine returned a broken one.")
     if "rollout_top_p_token_ids" in batch:
         pair = batch["rollout_top_p_token_ids"][position], batch["rollout_top_p_token_offsets"][position]

@@ -1,1 +1,1 @@
-"""Closed lists: each choice of a flag is a row with its traits and the place of its code."""
+"""Registries: each choice of a flag is a row with its properties and the location of its code."""

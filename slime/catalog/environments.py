@@ -11,7 +11,7 @@ HELD_OUT, TRAINING = "heldout", "train"
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFamily:
-    """`module` has `task_names()` (without it any name is tried) and `make(task, options)`."""
+    """One family. `module` has `make(task, options)` and may have `task_names()`, which limits the names."""
 
     module: str
     help: str

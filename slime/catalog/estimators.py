@@ -8,7 +8,7 @@ _ADVANTAGES = "slime.algorithms.advantages"
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """`function` takes `AdvantageInputs` and returns per-sample lists of advantages and returns."""
+    """One estimator. `function` maps `AdvantageInputs` to per-sample lists of advantages and returns."""
 
     function: str
     help: str
@@ -23,17 +23,17 @@ class Estimator:
 
     @property
     def compares_in_groups(self) -> bool:
-        """Whether rewards are compared within their group, to which a greedy answer does not belong."""
+        """Whether an estimator compares rewards within their group, without the greedy response."""
         return self.baseline is not None and not self.needs_greedy_answer
 
     @property
     def needs_greedy_answer(self) -> bool:
-        """Whether a group has a greedy answer beside its samples, whose reward is the baseline."""
+        """Whether each group needs an additional greedy response, whose reward is the baseline."""
         return self.baseline == "greedy"
 
     @property
     def divides_by_mean_reward(self) -> bool:
-        """Whether the mean reward of a group is a divisor, which must not be negative."""
+        """Whether an estimator divides by a group's mean reward, which must then not be negative."""
         return self.baseline == "success_rate"
 
 

@@ -33,7 +33,7 @@ VERIFIED: dict[str, tuple[str, ...]] = {
 
 
 def is_verified(model_type: str, backend: str) -> bool:
-    """Whether the trainer `backend` was seen to compute what transformers computes for such a model."""
+    """Return whether tests show that trainer `backend` matches transformers for this model type."""
     built = BACKENDS[backend].families
     if built is not None:
         return model_type in built

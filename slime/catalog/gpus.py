@@ -1,4 +1,4 @@
-"""GPUs and models that runs are planned for; rates are what large operations reach."""
+"""GPUs and models for which runs can be planned; rates are those of large operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """Operations and bytes per second of one GPU. `network`: its share of the way to other machines."""
+    """Operations and bytes per second of one GPU. `network`: its share of the bandwidth to other machines."""
 
     flops: float  # bf16 matrix products
     memory: float  # bytes per second

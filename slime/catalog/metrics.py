@@ -39,7 +39,7 @@ rollout/groups/kept: groups that are in the batch = --rollout-batch-size
 rollout/groups/filtered: groups that a filter dropped = issued = kept + filtered + failed + returned
 rollout/groups/returned: groups that went back to the buffer unfinished
 rollout/groups/failed: groups that failed for good; the log names the cause = 0
-rollout/groups/stale: groups older than --max-weight-staleness, which are made anew (fully asynchronous)
+rollout/groups/stale: groups older than --max-weight-staleness, which are generated again (fully asynchronous)
 rollout/waste/<cause>/samples: samples that taught nothing: aborted (ended before they were done), stale
     (older than --max-weight-staleness), filtered (dropped by a filter), zero_variance (all rewards of the
     group are equal, in the batch or dropped), failed (no answer or no reward) = small
@@ -75,7 +75,7 @@ rollout/canary/mean_abs_diff: mean difference of the log-probs that trainer and 
 rollout/canary/max_abs_diff: the largest of them
 rollout/weight_version/<end>: oldest (min) and newest (max) weights that made tokens of the batch
 rollout/staleness/mean: mean age of the trained tokens in pushes = 0; about 1 in the asynchronous loop
-rollout/staleness/max: the same of the oldest token = at most --max-weight-staleness
+rollout/staleness/max: age of the oldest trained token in pushes = at most --max-weight-staleness
 rollout/staleness/<lag>: share of the tokens of that age: lag_0, lag_1, ..., lag_4_or_more
 rollout/versions_per_sample: mean number of versions of the weights that wrote a sample = 1
 rollout/mixed_version_frac: share of samples that more than one version of the weights wrote
@@ -153,12 +153,13 @@ _EVAL = """
 eval/<dataset>: mean reward on a data set of --eval-prompt-data or --eval-config = rises
 eval/<dataset>-truncated_ratio: share of its answers that were cut = below 0.1
 eval/<dataset>-failed: rewards that could not be computed; not part of the mean = 0
+eval/<dataset>-samples: responses with a score
 eval/<dataset>-pass@<k>: chance that one of k answers is right (--log-passrate)
 eval/<dataset>/<of_samples>: as `rollout/<of_samples>`: lengths, repetition, cache hits, ...
 eval/<dataset>/reward_failures: samples whose reward failed = 0
 eval/<dataset>/weight_versions: number of versions that answered = 1
-multi_turn/<part>/<stat>: tokens of whole responses (raw_response_length), those that others wrote in them
-    (observation_length), and stretches that the policy wrote (round_number) (--log-multi-turn)
+multi_turn/<part>/<stat>: tokens of whole responses (raw_response_length), of text from tools or users in them
+    (observation_length), and turns of the policy (round_number) (--log-multi-turn)
 passrate/pass@<k>: chance that one of k answers to a prompt is right (--log-passrate) = rises with pass@1
 """
 
@@ -180,7 +181,7 @@ perf/effective_tokens_per_gpu_per_sec: the same, without tokens that the model d
 perf/longest_sample_tokens_per_sec: length of the longest answer over the time of the rollout
 perf/longest_effective_sample_tokens_per_sec: the same, without tokens that the model did not write
 perf/engine_forward_time: seconds that engines spent in forward passes (embedded engine)
-perf/non_generation_time/<stat>: seconds of a sample in tools and rewards = small beside rollout_time
+perf/non_generation_time/<stat>: seconds of a sample in tools and rewards = small compared with rollout_time
 perf/request/e2e_latency/<stat>: seconds of a request, as the engine says
 perf/request/queue_time/<stat>: seconds a request waited in the engine's queue = small
 perf/decode/throughput/<stat>: tokens per second of a request
@@ -239,6 +240,6 @@ def find_metric(name: str) -> Metric | None:
 
 @functools.lru_cache(maxsize=4096)
 def is_eval_score(name: str) -> bool:
-    """Whether a metric is the score of an evaluation, as opposed to what else is known of its answers."""
+    """Return whether a metric is the score of an evaluation, and not another number about its responses."""
     row = find_metric(name) if name.startswith("eval/") else None
     return row is not None and row.name == "eval/<dataset>"

@@ -10,14 +10,13 @@ _LOSSES = "slime.algorithms.policy_loss"
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """`function` takes `PolicyInputs` and `PolicyOptions` and returns `PolicyTerms`, per token."""
+    """One loss. `function` maps `PolicyInputs` and `PolicyOptions` to `PolicyTerms`, per token."""
 
     function: str
     help: str
     clips: bool = False  # reads --eps-clip and --eps-clip-high
     dual_clips: bool = False  # reads --eps-clip-c
     ratio_per_sample: bool = False  # defined as a mean over samples
-    selects_by_covariance: bool = False  # needs the log-probs of the whole step before its first pass
     scales_with_advantage: bool = False  # where a token has none, it has no gradient
     args: tuple[str, ...] = ()  # names of --policy-loss-args that this loss reads
 
@@ -46,20 +45,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gmpo": PolicyLoss(
         f"{_LOSSES}.gmpo", "geometric mean of a sample's ratios", clips=True, ratio_per_sample=True
     ),
-    "clip_cov": PolicyLoss(
-        f"{_LOSSES}.clip_cov",
-        "as ppo; some tokens of high covariance give no gradient",
-        clips=True,
-        dual_clips=True,
-        selects_by_covariance=True,
-        args=("clip_cov_ratio", "clip_cov_low", "clip_cov_high"),
-    ),
-    "kl_cov": PolicyLoss(
-        f"{_LOSSES}.kl_cov",
-        "tokens of the highest covariance pay a KL penalty",
-        selects_by_covariance=True,
-        args=("kl_cov_ratio", "kl_cov_coef"),
-    ),
     "dppo_tv": PolicyLoss(
         f"{_LOSSES}.dppo_tv", "no gradient beyond a total variation per token", args=("dppo_delta",)
     ),
@@ -70,11 +55,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 POLICY_LOSS_ARGS: dict[str, NamedNumber] = {
     "sapo_tau_pos": NamedNumber(1.0, "sapo: steepness of the gate for positive advantages", gt=0),
     "sapo_tau_neg": NamedNumber(1.05, "sapo: steepness of the gate for other advantages", gt=0),
-    "clip_cov_ratio": NamedNumber(2e-4, "clip_cov: share of tokens that lose their gradient", ge=0, le=1),
-    "clip_cov_low": NamedNumber(1.0, "clip_cov: smallest covariance of such a token"),
-    "clip_cov_high": NamedNumber(5.0, "clip_cov: largest covariance of such a token"),
-    "kl_cov_ratio": NamedNumber(2e-3, "kl_cov: share of tokens that pay a penalty", ge=0, le=1),
-    "kl_cov_coef": NamedNumber(1.0, "kl_cov: penalty per unit of log-ratio", ge=0),
     "dppo_delta": NamedNumber(0.15, "dppo: how far the probability of a token may move", gt=0),
 }
 
@@ -86,7 +66,7 @@ def policy_loss_arg(args: Any, name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """`count`: by what of the step the weighted sum is divided. `by_length`: long samples count more."""
+    """One reduction. `count`: the divisor of the weighted sum. `by_length`: long samples count more."""
 
     count: str
     help: str

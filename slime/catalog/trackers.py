@@ -1,4 +1,4 @@
-"""Trackers: services that show curves and samples of runs, a row each; the flag of a row is `--use-NAME`."""
+"""Trackers: services that show curves and samples of runs; each is enabled by its flag `--use-NAME`."""
 
 from dataclasses import dataclass
 
@@ -64,7 +64,7 @@ def chosen_trackers(args: object) -> list[str]:
 
 
 def tracker_options(args: object) -> dict[str, object]:
-    """What the flags say of trackers."""
+    """Return the values of the flags of trackers."""
     names = [name for row in TRACKERS.values() for name in row.options]
     samples = limit(args, "tracker-samples") if hasattr(args, "limits") else 0  # arguments of a plug-in's own
     return {"tracker_samples": samples, **{name: getattr(args, name, None) for name in names}}
@@ -73,4 +73,4 @@ def tracker_options(args: object) -> dict[str, object]:
 def missing_package(name: str) -> str:
     """Return the error for a tracker whose package is not installed."""
     row = TRACKERS[name]
-    return f"--use-{name} needs the package {row.package}: pip install 'slime[{row.extra}]'"
+    return f"--use-{name} needs the package {row.package}: pip install 'slime-rl[{row.extra}]'"

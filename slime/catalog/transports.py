@@ -1,4 +1,4 @@
-"""Weight transports: what `--update-weight-transport` and `--update-weight-mode` choose from."""
+"""Weight transports: the choices of `--update-weight-transport` and `--update-weight-mode`."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ OLDER_NAMES = {"nccl": "distributed"}
 
 @dataclass(frozen=True, slots=True)
 class TransportRow:
-    """One way to bring weights to engines. `code`: a `Transport`, or the class of a live one's sender."""
+    """One weight transport. `code`: a `Transport`, or the sender class of a live transport."""
 
     code: str
     help: str

@@ -1,11 +1,11 @@
-"""Vision-language families: which ones are trained on images and served with them, and why others are not."""
+"""Vision-language families that can be trained and served with images, and why others cannot."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """How the parts of one family's model are named in transformers, below `model`."""
+    """Names of the parts of one family's model in transformers, below `model`."""
 
     text: str  # the text model
     help: str
@@ -32,7 +32,7 @@ _REFUSED = {
 
 
 def why_no_images(model_type: str | None) -> str | None:
-    """Why such a model is not given images; None: it is."""
+    """Return why models of this type cannot receive images; None: they can."""
     if model_type in VISION_FAMILIES:
         return None
     why = _REFUSED.get(model_type or "", "it is no vision-language family that is known here")

@@ -2,7 +2,7 @@
 
 Bash evaluates the script, so that arrays, sourced model files and conditions count, but a guard skips every
 command that is not harmless. The output of a skipped command is unknown, so the script is evaluated again
-with other texts in its place: a setting that changes depends on that command.
+with a marker in its place: a setting that changes depends on that command.
 """
 
 import os
@@ -38,11 +38,11 @@ __found() {
 }
 __script() { builtin eval "$1"; }
 ray() { while [[ $# -gt 0 && $1 != -- ]]; do shift; done; __found "$@"; }
-# What a command that is skipped would have printed is not known: $SLIME_FILL stands for it.
+# What a skipped command would have printed is unknown: a number stands for it if $SLIME_MARKED is set.
 __skip() {
   (( BASH_SUBSHELL > 0 )) || return 0
-  printf 'skipped\t%s\t%s\t%s\0' "${BASH_LINENO[1]}" "__${BASHPID}__" "$1" >&4
-  case "$SLIME_FILL" in "") ;; marker) echo "__${BASHPID}__";; *) echo "$SLIME_FILL";; esac
+  printf 'skipped\t%s\t%s\t%s\0' "${BASH_LINENO[1]}" "77${BASHPID}77" "$1" >&4
+  if [[ -n $SLIME_MARKED ]]; then echo "77${BASHPID}77"; fi
 }
 for word in $STARTERS; do
   builtin eval "$word() { local written=\$__written; __found \"\$@\"; __skip \"\$written\"; }"
@@ -126,13 +126,14 @@ source "$SLIME_SCRIPT" "$@"
 
 _LIMIT_S = 60
 _ARGUMENTS = 9  # of a script, which are read as $1 to $9
+_ARGUMENT = r"\$\{[1-9]\}"
 Settings = dict[str, object]
 SettingsOf = Callable[[Sequence[str]], Settings]
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result of evaluating a script once, with one text as output of skipped commands."""
+    """The result of evaluating a script once."""
 
     words: list[str]  # of the first training command; empty: none was found
     skipped: list[tuple[int, str, str]]  # line, the marker that stands for it, command
@@ -148,8 +149,10 @@ class Evaluator:
     start: Path
     now: int
 
-    def evaluate(self, given: Sequence[str], fill: str = "") -> Evaluation:
-        env = _environment(self.script) | {"SLIME_FILL": fill, "SLIME_NOW": str(self.now)}
+    def evaluate(self, given: Sequence[str], *, marked: bool = False) -> Evaluation:
+        """Evaluate the script; `marked`: skipped commands print their marker, and not nothing."""
+        env = _environment(self.script)
+        env |= {"SLIME_MARKED": "1" if marked else "", "SLIME_NOW": str(self.now)}
         command = ["bash", "-c", _GUARD, str(self.script), *given]
         found, log, printed = run_with_pipes(command, env, self.start)
         rows = [row.split("\t", 3) for row in log.split("\0") if row]
@@ -160,38 +163,22 @@ class Evaluator:
             printed,
         )
 
-    def given_is_missing(self, given: Sequence[str], base: Evaluation) -> int | None:
-        """Return the number of arguments without which the script exits with its usage; None: it does not."""
-        for count in range(len(given) + 1, _ARGUMENTS + 1) if base.exits else ():
-            more = self.evaluate([*given, *_placeholders(len(given), count)])
-            if len(more.exits) < len(base.exits):
-                return count
-        return None
 
-
-def words_of_script(script: Path, given: Sequence[str]) -> tuple[list[str], Evaluator, Evaluation]:
-    """Return the words of the training command, evaluated in the folder where all sourced files exist.
+def evaluate_script(script: Path, given: Sequence[str]) -> tuple[Evaluator, Evaluation]:
+    """Evaluate a script in the folder where all sourced files exist.
 
     Scripts are started from the current folder, their own, or the one above it (`bash scripts/run.sh`).
     """
     tried: list[tuple[int, Evaluator, Evaluation]] = []
+    now = int(time.time())
     for start in dict.fromkeys([Path.cwd(), *script.parents][:5]):
-        evaluator = Evaluator(script, start, tried[0][1].now if tried else int(time.time()))
+        evaluator = Evaluator(script, start, now)
         base = evaluator.evaluate(given)
         tried.append((len(unread_files(base)), evaluator, base))
         if not tried[-1][0]:
             break
     _, evaluator, base = min(tried, key=lambda entry: (not entry[2].words, entry[0]))
-    count = evaluator.given_is_missing(given, base)
-    if count is not None:
-        line, command = base.exits[0]
-        usage = re.search(r"(?im)^.*\busage\b.*$", base.printed)
-        told = f": {usage[0].strip()}" if usage else ""
-        raise ValueError(
-            f"{script}, line {line}: the script ends here ({command}) without its arguments{told}. Give "
-            f"them: {as_typed('migrate', script, *'ABCDEFGHI'[:count])}"
-        )
-    return base.words, evaluator, base
+    return evaluator, base
 
 
 def unread_files(base: Evaluation) -> list[tuple[int, str]]:
@@ -203,66 +190,53 @@ def unread_files(base: Evaluation) -> list[tuple[int, str]]:
 def unknown_settings(
     evaluator: Evaluator, given: Sequence[str], base: Evaluation, settings_of: SettingsOf
 ) -> tuple[Settings, list[str]]:
-    """Return the settings, with `$(command)` and `${1}` for unknown values, and notes about them."""
+    """Return the settings, with `$(command)` and `${1}` for unknown values, and notes about them.
+
+    A second evaluation has a marker as output of every skipped command, and `${1}` as missing argument.
+    """
     settings = settings_of(base.words)
     notes = [f"line {line}: {file} could not be read; is it relative to another folder?"
              for line, file in unread_files(base)]  # fmt: skip
     notes += [f"line {line}: the script ends here ({text}) on this machine; what follows may not be meant."
               for line, text in base.exits]  # fmt: skip
-    if base.skipped:
-        notes += _of_commands(settings, evaluator, given, settings_of)
-    more = evaluator.evaluate([*given, *_placeholders(len(given), _ARGUMENTS)])
-    for name, value in settings_of(more.words).items():
-        plain = re.sub(r"\$\{[1-9]\}", "", str(value))
-        if value != settings.get(name) and plain == str(settings.get(name)):
+    missing = [f"${{{number}}}" for number in range(len(given) + 1, _ARGUMENTS + 1)]
+    marked = evaluator.evaluate([*given, *missing], marked=True)
+    again = settings_of(evaluator.evaluate(given).words)  # the id of a process is another each time
+    commands = {marker: text for _, marker, text in marked.skipped}
+    others = settings_of(marked.words) if marked.words else settings
+    for name in dict.fromkeys([*settings, *others]):
+        before, value = settings.get(name), others.get(name)
+        if value == before or again.get(name) != before:
+            continue
+        used = [marker for marker in commands if marker in str(value)]
+        if re.sub(_ARGUMENT, "", str(value)) == ("" if before is True else str(before)):
             settings[name] = value
             notes.append(
                 f"{name} could not be evaluated: it needs arguments of the script; give them: "
                 f"{as_typed('migrate', evaluator.script)} A B ..."
             )
+        elif used or not re.search(_ARGUMENT, str(value)):  # else the script has a default for the argument
+            is_alike = not isinstance(value, list) or (isinstance(before, list) and len(value) == len(before))
+            settings[name] = _named(value, commands) if used and is_alike else "$(...)"
+            lines = dict.fromkeys(
+                f"`{text}` (line {line})"
+                for line, marker, text in marked.skipped
+                if marker in used or not used
+            )
+            notes.append(
+                f"{name} could not be evaluated: it depends on {', '.join(lines)}, not run here; set it."
+            )
     return settings, notes
-
-
-def _of_commands(
-    settings: Settings, evaluator: Evaluator, given: Sequence[str], settings_of: SettingsOf
-) -> list[str]:
-    """Put `$(command)` into settings that depend on what a skipped command prints, and name them."""
-    marked = evaluator.evaluate(given, "marker")
-    numbered = evaluator.evaluate(given, "3")
-    others = [settings_of(other.words) for other in (marked, numbered) if other.words]
-    again = settings_of(evaluator.evaluate(given).words)  # the id of a process is another each time
-    commands = {marker: text for _, marker, text in marked.skipped}
-    places = list(dict.fromkeys(f"`{text}` (line {line})" for line, _, text in marked.skipped))
-    notes = []
-    for name in dict.fromkeys(name for each in (settings, *others) for name in each):
-        before = settings.get(name)
-        if again.get(name) != before or all(other.get(name) == before for other in others):
-            continue
-        value = others[0].get(name)
-        used = [marker for marker in commands if marker in str(value)]
-        told = [f"`{commands[marker]}`" for marker in used]
-        if used and isinstance(value, str):
-            settings[name] = _named(value, commands)
-        elif used and isinstance(value, list) and isinstance(before, list) and len(value) == len(before):
-            settings[name] = [_named(each, commands) for each in value]
-        else:
-            settings[name] = "$(...)"
-        lines = [place for place in places if not used or any(place.startswith(text) for text in told)]
-        notes.append(
-            f"{name} could not be evaluated: it depends on {', '.join(lines)}, not run here; set it."
-        )
-    return notes
 
 
 def _named(value: object, commands: Mapping[str, str]) -> object:
     """Replace each marker in a value by `$(command)`."""
-    for marker, text in commands.items():
-        value = value.replace(marker, f"$({text})") if isinstance(value, str) else value
-    return value
-
-
-def _placeholders(first: int, last: int) -> list[str]:
-    return [f"${{{number}}}" for number in range(first + 1, last + 1)]
+    if isinstance(value, list):
+        return [_named(each, commands) for each in value]
+    text = str(value)
+    for marker, command in commands.items():
+        text = text.replace(marker, f"$({command})")
+    return value if text == str(value) else text
 
 
 def _environment(script: Path) -> dict[str, str]:

@@ -77,6 +77,23 @@ ESSENTIALS = {
     "runtime": "ray",
 }
 
+# The groups of flags, in the order in which a task needs them.
+TASKS = {
+    "Prompts and rewards": ("Data", "Images", "Rewards", "Sandbox and judge", "Episodes and environments"),
+    "Generating responses": ("Rollout", "Engine", "Topology and routing", "Weight sync"),
+    "Learning": (
+        *("Algorithm", "Off-policy correction", "Critic", "Kept policies"),
+        *("On-policy distillation", "Preference pairs"),
+    ),
+    "The training step": (
+        *("Training", "Optimizer", "Parallelism", "FSDP trainer", "Megatron trainer", "Low-rank adapters"),
+        "Profiles of the trainer",
+    ),
+    "A run, its machines and its files": (
+        *("Run", "Cluster", "Checkpoint", "Evaluation", "Logging", "Debug", "Assertions of a run"),
+    ),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slime docs", description=__doc__.partition(":")[2].strip())
@@ -100,28 +117,44 @@ def pages() -> dict[str, str]:
 
 def flags_page() -> str:
     blocks = [
-        "Every flag of `slime train` (and `python train.py`), the essential ones first. Each is also a "
-        "key of a `--config run.yaml`, written with `-` or `_`; the command line wins. Switches have a "
-        "`--no-` form. `slime train ... --print-config` shows every value of a run and where it came "
-        "from. No default means that the flag is not set, or that its value is derived.",
+        "Every flag of `slime train` (and `python train.py`), the essential ones first, then by task. Each "
+        "is also a key of a `--config run.yaml`, written with `-` or `_`; the command line wins. Switches "
+        "have a `--no-` form. `slime train ... --print-config` shows every value of a run and where it came "
+        "from. A dash means that the flag is not set, or that its value is derived. `slime train --help "
+        "WORD` prints the flags that mention a word.",
         "## Essentials",
         "The flags that most runs set, each with an example. [scaling.md](scaling.md) has whole commands, "
         "`recipes/` whole files.",
+        "| example | meaning |",
+        "|---|---|",
     ]
     specs = all_specs()
     for name, value in ESSENTIALS.items():
-        blocks.append(f"- `{f'{specs[name].option} {value}'.strip()}`: {_meaning(specs[name])}")
-    group = None
+        blocks.append(_table_row(f"`{f'{specs[name].option} {value}'.strip()}`", _meaning(specs[name])))
+    groups: dict[str, list[FlagSpec]] = {}
     for spec in specs.values():
-        if spec.group != group:
-            group = spec.group
-            blocks.append(f"## {group}")
-        has_default = spec.kind is not bool and spec.default not in (None, [], {})
-        facts = _type_text(spec) + (f"; default `{spec.default}`" if has_default else "")
-        blocks.append(f"- `{spec.option}` ({facts}): {_meaning(spec)}")
-        for name, row in (spec.info.rows or {}).items():
-            blocks.append(f"    - `{name}` (default `{row.default:g}`): {_text(row.help)}")
+        groups.setdefault(spec.group, []).append(spec)
+    for task, names in TASKS.items():
+        blocks.append(f"## {task}")
+        for group in (group for name in names for group in groups if group.startswith(name)):
+            blocks += [f"### {group}", "| flag | default | meaning |", "|---|---|---|"]
+            blocks += [row for spec in groups[group] for row in _flag_rows(spec)]
     return _page("Flags", blocks)
+
+
+def _flag_rows(spec: FlagSpec) -> Iterator[str]:
+    """Yield the row of a flag, and one for each of its named numbers."""
+    has_default = spec.kind is not bool and spec.default not in (None, [], {})
+    switch_default = "on" if spec.default and not spec.info.off else "off"
+    default = f"`{spec.default}`" if has_default else switch_default if spec.kind is bool else "-"
+    kind = "" if spec.kind is bool else f" {_type_text(spec)}"
+    yield _table_row(f"`{spec.option}`{kind}", default, _meaning(spec))
+    for name, row in (spec.info.rows or {}).items():
+        yield _table_row(f"`{spec.option}` {name}", f"`{row.default:g}`", _text(row.help))
+
+
+def _table_row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def plugins_page() -> str:
@@ -171,15 +204,16 @@ def metrics_page() -> str:
 
 
 def _page(title: str, blocks: Sequence[str]) -> str:
-    """Join blocks to a page: list entries follow each other, other blocks are separated."""
+    """Join blocks to a page: list entries and table rows follow each other, other blocks are separated."""
     text, before = f"{GENERATED}\n# {title}\n", ""
     for block in blocks:
-        item = block.lstrip().startswith("- ")
-        indent = block[: block.index("- ") + 2].replace("-", " ") if item else ""
+        kind = "row" if block.startswith("|") else "item" if block.lstrip().startswith("- ") else ""
+        indent = block[: block.index("- ") + 2].replace("-", " ") if kind == "item" else ""
         whole_words: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-        lines = textwrap.wrap(block, WIDTH, subsequent_indent=indent, **whole_words)
-        text += ("" if item and before.lstrip().startswith("- ") else "\n") + "\n".join(lines) + "\n"
-        before = block
+        wrapped = textwrap.wrap(block, WIDTH, subsequent_indent=indent, **whole_words)
+        lines = [block] if kind == "row" else wrapped
+        text += ("" if kind and kind == before else "\n") + "\n".join(lines) + "\n"
+        before = kind
     return text
 
 

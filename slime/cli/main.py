@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -13,8 +13,7 @@ from slime.liveness.stacks import watch_exit
 from slime.liveness.waits import WaitTimeout
 from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStopped
 from slime.utils.files.restricted import create_restricted
-from slime.utils.machine.garbage import search_no_more, search_seldom
-from slime.utils.machine.open_files import open_missing_streams
+from slime.utils.machine.garbage import search_new_only, search_seldom
 from slime.utils.machine.own_command import as_typed
 
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
@@ -28,12 +27,22 @@ _BY_GOAL = {
     },
     "check before you start": {
         "doctor": "check the flags, model, data and reward of a run without starting it",
-        "plan": "show which engine runs on which GPUs, and the memory and time of a trainer layout",
+        "plan": "show the memory and time of a run, and which engine runs on which GPUs",
         "simulate": "simulate a run before paying for it: step time, utilisation, waste, faults",
     },
     "train a model": {
-        "train": "train a model; takes the flags of `python train.py`",
+        "sft": "fine-tune a model on conversations, or on prompts and completions",
+        "dpo": "train a model on pairs of a preferred and a rejected response",
+        "reward-model": "train a reward model on such pairs",
+        "distill": "train a model on its own responses to imitate a teacher",
+        "train": "train a model by reinforcement learning; takes every flag",
         "train-async": "train a model and generate the next rollout meanwhile, as `python train_async.py`",
+        "sweep": "run one of these for several values and seeds, and compare them",
+    },
+    "use a trained model": {
+        "eval": "evaluate a model on one or several data sets",
+        "export": "write a trained model as a Hugging Face folder, with its LoRA adapter merged in",
+        "serve": "serve a trained model with OpenAI's endpoints",
     },
     "watch a run": {
         "status": "show the state of a run: step, reward, times, what it waits for, how it ended",
@@ -43,7 +52,7 @@ _BY_GOAL = {
         "plot": "plot metrics of one or several runs, in the terminal or as a picture",
         "dashboard": "show runs in a browser: curves, samples, timeline, actions",
         "ask": "pause or stop a run, save or evaluate it now, change its learning rate",
-        "trace": "write where each step spent its time, for Perfetto or OpenTelemetry",
+        "trace": "write where each step spent its time, for Perfetto",
     },
     "tools": {
         "track": "send an ended run to TensorBoard, W&B, trackio or MLflow",
@@ -65,13 +74,12 @@ COMMANDS = {  # name: module, whose `main(argv)` returns an exit code or None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    open_missing_streams()
     try:
         try:
             return _main(argv)
         finally:
             if argv is None:
-                search_no_more()
+                search_new_only()
                 watch_exit()
             if not sys.stdout.closed:
                 sys.stdout.flush()  # here, where a broken pipe can be handled; also after `--help`
@@ -123,11 +131,12 @@ def _say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
+def user_errors(traceback_file: Path | None = None, *, spell: Callable[[str], str] = str) -> Iterator[None]:
     """End the command with one `error: ...` line where the exception says what to fix.
 
     ValueError and FileNotFoundError are mistakes of a user, exit code 2; RunStopped and an overdue wait end
     with 1. Any of them can also be a defect of ours, so a run that has a folder keeps the traceback there.
+    `spell` rewrites the message.
     """
     try:
         yield
@@ -136,7 +145,7 @@ def user_errors(traceback_file: Path | None = None) -> Iterator[None]:
         # The convention of shells.
         raise SystemExit(128 + error.number if isinstance(error, EndedBySignal) else INTERRUPTED) from None
     except (ValueError, FileNotFoundError, RunStopped, WaitTimeout) as error:
-        message = str(error) or type(error).__name__
+        message = spell(str(error)) or type(error).__name__
         if traceback_file is not None and not isinstance(error, (FolderTaken, NotStarted)):
             with contextlib.suppress(OSError):  # the message may be about a full disk
                 traceback_file.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from slime.cli.bash_scripts import Settings, run_with_pipes, unknown_settings, words_of_script
+from slime.cli.bash_scripts import Settings, evaluate_script, run_with_pipes, unknown_settings
 from slime.cli.launch import SCRIPTS
 from slime.cli.main import user_errors
 from slime.utils.machine.own_command import as_typed
@@ -83,11 +83,9 @@ def _scalar(word: str) -> object:
 
 
 def _of_bash(script: Path, given: Sequence[str]) -> tuple[str, Settings, list[str]]:
-    words, evaluator, base = words_of_script(script, given)
-    name, _ = _training(script, words, base.printed)
-    settings, notes = unknown_settings(
-        evaluator, given, base, lambda words: settings_of(_flags(words) if words else [])
-    )
+    evaluator, base = evaluate_script(script, given)
+    name, _ = _training(script, base.words, base.printed)
+    settings, notes = unknown_settings(evaluator, given, base, lambda words: settings_of(_flags(words)))
     return name, settings, notes
 
 

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from slime.arguments import Args, explain_batch
 from slime.observability.terminal.progress import Progress, duration, short
-from slime.preflight.trainer_plan import layer_parameters, outside_parameters, read_model
+from slime.preflight.step_costs import Model
+from slime.preflight.trainer_plan import read_model
 from slime.record import RECORD_FILE
 from slime.utils.files.run_file import LAST_MODEL, read_run
 from slime.utils.files.step_folders import step_folders
@@ -73,7 +74,6 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
             best = max(listed) if name != "loss" else min(listed)
             first, last = listed[0], listed[-1]
             rows.append((name, f"{first:.4g} at the start, {last:.4g} at the end, best {best:.4g}"))
-    rows += [("wasted", progress.waste_words())] if progress.waste_words() else []
     checkpoints = step_folders(args.save) if args.save is not None else {}
     rows.append(("model", _where_is_the_model(args, progress, checkpoints, since=time.time() - seconds)))
     record = read_run(Path(args.run_dir))
@@ -91,11 +91,7 @@ def count_parameters(args: Args) -> float | None:
     if args.hf_checkpoint is None or not Path(args.hf_checkpoint).is_dir():
         return None
     try:
-        model = read_model(args.hf_checkpoint)
-        outside = outside_parameters(model)
-        total = sum(layer_parameters(model, i).total for i in range(model["num_hidden_layers"]))
-        tied = model.get("tie_word_embeddings")
-        return total + outside["first"].total + (0 if tied else outside["last"].total)
+        return Model(read_model(args.hf_checkpoint)).parameters
     except (ValueError, KeyError, TypeError, OSError):  # an unknown architecture
         return None
 

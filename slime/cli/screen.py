@@ -7,7 +7,6 @@ Everything else that the process prints goes to RUN/logs/driver.log.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import pdb
@@ -25,26 +24,23 @@ from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.cli.inspect.samples import show_answer
 from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows
 from slime.liveness import phases
-from slime.liveness.waits import WaitTimeout
 from slime.observability.logging_utils import FORMAT
 from slime.observability.terminal.capture import Capture, Lines
 from slime.observability.terminal.metrics_tail import MetricsReader, Repeated
 from slime.observability.terminal.progress import LOSS, REWARD, Progress, live_lines, plain_line
 from slime.observability.terminal.terminal import Terminal
 from slime.record import Answer, RecordError, Select, open_record
-from slime.utils.errors import RunStopped
 from slime.utils.files.run_file import METRICS_FILE, name_of_run
 from slime.utils.printable import cut_lines, printable
 
 logger = logging.getLogger(__name__)
 
 _PRINTED_LINES = 20  # lines of user code shown per step
-_SAME_WARNING = 3  # number of steps in which warnings of one source line are shown
+_SAME_WARNING = 20  # warnings of one source line that are shown; the log has all
 _MESSAGE_LINES = 12
 _SHOW_EVERY = 5  # steps between two samples that are shown
 _CANDIDATES = 16  # samples of a step, of which one is shown
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
-_REPORTED_BY_THE_COMMAND = (ValueError, FileNotFoundError, RunStopped, WaitTimeout, KeyboardInterrupt)
 
 
 class RunScreen(contextlib.ExitStack):
@@ -57,14 +53,12 @@ class RunScreen(contextlib.ExitStack):
         key, name = (LOSS, "loss") if by_loss else (REWARD, "reward")
         self.progress = Progress(args.num_rollout, value_key=key, value_name=name)
         self._rows = MetricsReader(self._run_dir / METRICS_FILE)
-        on_error = functools.partial(self._on_text, is_error=True) if args.log_level == "debug" else None
-        self._capture = Capture(self._on_text, on_error)
+        self._capture = Capture(self._on_text)
         self._lines = Lines(self._on_line)
-        self._error_lines = Lines(lambda line: self._print_line(line, "dim"))
         self._printed = 0
-        self._warned_at: dict[tuple[str, int], Counter[int]] = {}  # steps of warnings, by source line
+        self._warned: Counter[tuple[str, int]] = Counter()  # warnings by source line
         self._started, self._is_up, self._num_steps = time.monotonic(), False, 0
-        self._looks, self._is_blind = Repeated(self.look, "screen"), False
+        self._updates, self._is_blind = Repeated(self.update, "screen"), False
 
     def __enter__(self) -> RunScreen:
         self.enter_context(self._capture)
@@ -87,7 +81,7 @@ class RunScreen(contextlib.ExitStack):
         self.push(lambda kind, error, trace: self._show_end(error))
         self.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
         sys.breakpointhook = self._on_breakpoint
-        self.enter_context(self._looks)
+        self.enter_context(self._updates)
 
     def _show_end(self, error: BaseException | None) -> None:
         self.terminal.settle(keep=self._num_steps > 0)
@@ -97,21 +91,19 @@ class RunScreen(contextlib.ExitStack):
             seconds = time.monotonic() - self._started
             rows = closing_rows(self._args, self.progress, seconds, error)
             self._show_rows(f"{name_of_run(self._run_dir)}: {ended}", rows)
-        if error is not None and not isinstance(error, _REPORTED_BY_THE_COMMAND):
-            _pass_on(self._capture.stderr, self._capture.unnamed_tail())
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Read what is new and draw it. An error here is logged and does not end the run."""
         if self._is_blind:
             return
         try:
-            self._look()
+            self._update()
         except Exception:
             self._is_blind = True
             self.terminal.settle(keep=False)
             logger.exception("The screen failed and is no longer updated; the run continues.")
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         for row in self._rows.new_records():
             if self.progress.add(row):
                 self._printed, self._num_steps = 0, self._num_steps + 1
@@ -173,37 +165,32 @@ class RunScreen(contextlib.ExitStack):
 
     def _show_coloured(self, record: logging.LogRecord) -> None:
         advisory = getattr(record, "advisory", None)
-        steps = self._warned_at.setdefault((record.pathname, record.lineno), Counter())
+        place = record.pathname, record.lineno
         if advisory is None and record.levelno < logging.ERROR:
-            if self._num_steps not in steps and len(steps) == _SAME_WARNING:
-                return
-            steps[self._num_steps] += 1
-            if steps[self._num_steps] > _PRINTED_LINES:
+            self._warned[place] += 1
+            if self._warned[place] > _SAME_WARNING:
                 return
         word = record.levelname.lower() if advisory is None else "advice"
         message = printable(record.getMessage() if advisory is None else str(advisory))
         width = max(self.terminal.size[0] - len(word) - 1, 20)
         message = cut_lines(message, _MESSAGE_LINES, 10 * width)
-        if len(steps) == _SAME_WARNING:
+        if self._warned[place] == _SAME_WARNING:
             message += f" (further ones are in {self._run_dir}/logs/driver.log)"
         self.terminal.print(Text.assemble((f"{word} ", _STYLES.get(record.levelno, "dim")), message))
 
-    def _on_text(self, text: str, *, is_error: bool = False) -> None:
+    def _on_text(self, text: str) -> None:
         if self._is_blind or self._args.quiet or not self.terminal.is_live:
-            _pass_on(self._capture.stderr if is_error else self._capture.stdout, text)
+            _pass_on(self._capture.stdout, text)
         else:
-            (self._error_lines if is_error else self._lines)(text)
+            self._lines(text)
 
     def _on_line(self, line: str) -> None:
         """Show a line that user code printed; after many lines only the log has them."""
         self._printed += 1
         if self._printed <= _PRINTED_LINES:
-            self._print_line(line, "")
+            self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0])))
         elif self._printed == _PRINTED_LINES + 1:
             self.terminal.print(Text(f"(further output is in {self._run_dir}/logs/driver.log)", "dim"))
-
-    def _print_line(self, line: str, style: str) -> None:
-        self.terminal.print(Text(cut_lines(printable(line), 3, self.terminal.size[0]), style))
 
     def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Stop drawing at a `breakpoint()` of user code: the debugger needs the terminal."""

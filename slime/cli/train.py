@@ -8,12 +8,10 @@ from typing import Any
 
 from slime.arguments import Args, explain_batch
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
-from slime.arguments.parser import parse_args
+from slime.arguments.parser import Preset, parse_args
 from slime.cli.main import USER_MISTAKE, user_errors
 from slime.liveness.stacks import watch_exit
 from slime.utils.files.folder_lock import refuse_locked
-from slime.utils.machine import descriptors
-from slime.utils.machine.open_files import open_missing_streams
 from slime.utils.machine.own_command import as_typed
 
 
@@ -22,35 +20,49 @@ def main(
     *,
     train: Callable[[Args], Any] | None = None,
     training_loop: str = SYNCHRONOUS,
+    preset: Preset | None = None,
+    spell: Callable[[str], str] = str,
+    command: str | None = None,
 ) -> int:
-    """Run one training. `train` is the loop and `training_loop` its kind; default: the synchronous loop."""
-    open_missing_streams()
+    """Run one training. `train` is the loop and `training_loop` its kind; default: the synchronous loop.
+
+    Commands such as `slime sft` give `preset` values of flags, and `spell` rewrites messages with the options
+    that the user typed.
+    """
     try:
-        return _main(argv, train or run_loop, training_loop)
+        command = command or ("train-async" if training_loop == ASYNCHRONOUS else "train")
+        return _main(argv, train or run_loop, training_loop, preset, spell, command)
     finally:
         if argv is None:
             watch_exit()
 
 
-def _main(argv: Sequence[str] | None, train: Callable[[Args], Any], training_loop: str) -> int:
-    with user_errors():
-        args = parse_args(argv, training_loop=training_loop)
+def _main(
+    argv: Sequence[str] | None,
+    train: Callable[[Args], Any],
+    training_loop: str,
+    preset: Preset | None,
+    spell: Callable[[str], str],
+    command: str,
+) -> int:
+    with user_errors(spell=spell):
+        args = parse_args(argv, training_loop=training_loop, preset=preset)
         # Imported here, so that a misspelt flag is reported quickly.
         from slime.cluster.run_opening import claimed, nothing_left, refuse_taken
 
-        if told := nothing_left(args):
-            print(told)
+        if reason := nothing_left(args):
+            print(spell(reason))
             return 0
         if args.dry_run:
-            return dry_run(args, overlapped=training_loop == ASYNCHRONOUS)
+            return dry_run(args, command, overlapped=training_loop == ASYNCHRONOUS, spell=spell)
     with claimed(args) as args:
-        with user_errors():
+        with user_errors(spell=spell):
             # Before the slow checks, and before the screen, which shows the folder's log.
             refuse_locked(Path(args.run_dir), "--run-dir")
             if args.save is not None:
                 refuse_locked(Path(args.save), "--save")
             refuse_taken(args)
-        with user_errors(traceback_file=Path(args.run_dir) / "error.txt"), shown(args):
+        with user_errors(traceback_file=Path(args.run_dir) / "error.txt", spell=spell), shown(args):
             train(args)
     return 0
 
@@ -63,27 +75,25 @@ def shown(args: Args, *, screen: bool = True) -> Iterator[None]:
     from slime.cli.screen import RunScreen
 
     with (
-        descriptors.watching(Path(args.run_dir) / "error.txt"),
         RunScreen(args) if screen else contextlib.nullcontext(),
         page_beside(args.run_dir) if args.dashboard else contextlib.nullcontext(),
     ):
         yield
 
 
-def dry_run(args: Args, *, overlapped: bool = False) -> int:
+def dry_run(args: Args, command: str, *, overlapped: bool = False, spell: Callable[[str], str] = str) -> int:
     """Print the findings of the preflight check. Return 0 if the run can start, else 2."""
     # Imported here: it loads torch, which a misspelt flag does not need.
     from slime.cluster.start import check
 
     print(explain_batch(args))
     report = check(args, overlapped=overlapped)
-    print("\n".join(report.lines()))
+    print(spell("\n".join(report.lines())))
     errors = len(report.of("error"))
     if errors:
         print(f"{errors} problem{'s' if errors > 1 else ''} found; nothing was started.", file=sys.stderr)
         return USER_MISTAKE
-    command = as_typed("train-async" if overlapped else "train")
-    print(f"ready: `{command}` with these flags can start")
+    print(f"ready: `{as_typed(command)}` with these flags can start")
     return 0
 
 

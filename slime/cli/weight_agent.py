@@ -5,12 +5,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.arguments.groups.engine import CHECKSUMS
+from slime.arguments.groups.engine import CHECKSUMS, need_delta_packages
 from slime.cli.main import user_errors
 from slime.engines.external import read_address
 from slime.observability.logging_utils import configure_logger
 from slime.utils.http_utils import TOKEN_VARIABLE, authorize
-from slime.weight_sync.delta.codec import check_installed
 from slime.weight_sync.delta.publication import open_source
 from slime.weight_sync.delta.weight_agent import WeightAgent, serve
 
@@ -19,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     with user_errors():
         configure_logger()
-        check_installed(CHECKSUMS[0])
+        need_delta_packages(CHECKSUMS[0])
         local = Path(options.local_checkpoint_dir)
         local.mkdir(parents=True, exist_ok=True)
         engine = read_address(options.engine, "--engine")

@@ -1,4 +1,4 @@
-"""How a run ends: every part is closed, and nothing that goes wrong on the way out is kept quiet."""
+"""Ends a run: closes every part of it, and logs every error on the way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class Closing:
-    """A context that takes all its steps at the end, the last added first, whatever the one before raised.
+    """A context manager that runs all its steps at the end, the last added first, even if some of them fail.
 
     The first failure becomes the run's error, unless it has one already; all others are logged.
     """
@@ -35,6 +35,8 @@ class Closing:
                 if first is None:
                     first = failure
                 elif str(failure) != str(first):  # a part that could not start says once more why
-                    logger.warning("while the run ended: %s: %s", type(failure).__name__, failure)
+                    logger.warning(
+                        "Another error while the run ended: %s: %s", type(failure).__name__, failure
+                    )
         if cause is None and first is not None:
             raise first

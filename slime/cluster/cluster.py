@@ -1,6 +1,6 @@
-"""The run as the loop sees it: makes rollouts, trains on them, pushes weights, evaluates, saves, logs.
+"""The run as the loop uses it: generates rollouts, trains on them, pushes weights, evaluates, saves, logs.
 
-Between two steps it handles requests of people: pause, save, stop, settings.
+Between two steps it handles requests from users: pause, save, stop, settings.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Boundary:
-    """The end of a step, at which requests are handled. `done`: what needs no second time at it."""
+    """The end of a step, at which requests are handled. `done`: operations that were already done there."""
 
     cluster: Cluster
     rollout_id: int
@@ -133,7 +133,7 @@ class _Boundary:
 
 
 class Requests:
-    """Reads requested actions from the record and does them. `recording` None: there are none."""
+    """Reads requested actions from the record and executes them. `recording` None: there are none."""
 
     def __init__(self, recording: Handle[Recording] | None):
         self._recording = recording
@@ -167,7 +167,7 @@ class Requests:
         self._recording.call_control(Recording.answer, row.id, state, rollout_id, text).result()
 
     def _handle_asked(self, end: _Boundary, *, paused: bool) -> tuple[bool, str | None]:
-        """Do what is asked for now; whether the run is paused afterwards, and why it is to end."""
+        """Execute pending requests; return whether the run is paused afterwards, and why it should end."""
         stop = None
         for row in self._asked():
             try:
@@ -202,7 +202,11 @@ class Requests:
         before, now = record.earlier[-1].settings, record.last.settings
         for setting, value in changed.items():
             if before.get(setting, {}).get("value") == now.get(setting, {}).get("value"):
-                logger.info("--%s is %g, as it was changed before", setting.replace("_", "-"), value)
+                logger.info(
+                    "--%s is %g: it was changed by a request before the resume.",
+                    setting.replace("_", "-"),
+                    value,
+                )
                 self._change(cluster, setting, value, cluster.schedule.start - 1, in_flight=False)
 
     def _do(self, end: _Boundary, row: ActionRow) -> str:

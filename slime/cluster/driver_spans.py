@@ -1,4 +1,4 @@
-"""Records how long each part of the driver's work took; nothing waits for that."""
+"""Records in the background how long each part of the driver's work took."""
 
 from __future__ import annotations
 

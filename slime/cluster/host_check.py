@@ -1,29 +1,24 @@
 """Checks at the start of a run that all hosts see the files that the driver sees.
 
 Folders that several hosts write to must be one shared folder: the driver writes a token file, and every other
-host reads it. Of files that are only read, a copy on each host is enough: there they must have the same size.
+host reads it. Files of models and of --load may be copies on each host, which must have the same size.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from slime.arguments import Args
-from slime.arguments.all_flags import all_specs
-from slime.arguments.groups.run import files_of_words
-from slime.catalog.datasets import HUB, is_url
 from slime.runtime.base import Runtime
 from slime.utils.errors import RunStopped
 from slime.utils.files.step_folders import StepFolder, same_folder
 
 _NAMED = 3  # files in a message
-_PLUGIN_FILE = re.compile(r"^(?:env:)?([^:]+\.py):")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +85,7 @@ def shared_folders(args: Args) -> dict[str, Path]:
 
 
 def read_files(args: Args, checkpoint: StepFolder | None) -> dict[str, list[Path]]:
-    """Return by flag the files that processes of the run only read: model, checkpoint, data, plug-ins."""
+    """Return by flag the files that engines and ranks only read: models and the checkpoint."""
     models = {"--hf-checkpoint": args.hf_checkpoint, "--ref-load": args.ref_load}
     models |= {"--critic-load": args.critic_load, "--opd-teacher-load": args.opd_teacher_load}
     models |= {f"model {model.name!r}": model.model_path for model in args.engine_topology.models}
@@ -103,29 +98,6 @@ def read_files(args: Args, checkpoint: StepFolder | None) -> dict[str, list[Path
     if checkpoint is not None and not same_folder(args.load, args.save):
         names = checkpoint.manifest.files or ()
         files["--load"] = [checkpoint.path / name for name in names]
-    files["--prompt-data"] = _data_files(files_of_words(args.prompt_data))
-    files["evaluation data"] = _data_files(dataset.path for dataset in args.eval_datasets)
-    return files | _plugin_files(args)
-
-
-def _data_files(sources: Iterable[str]) -> list[Path]:
-    named = (source for source in sources if not is_url(source) and not source.startswith((HUB, "env:")))
-    return [Path(re.sub(r"@\[[-\d:]*\]$", "", source)) for source in named]
-
-
-def _plugin_files(args: Args) -> dict[str, list[Path]]:
-    """Return by flag the files of plug-ins that are named by a path; modules are found by their import."""
-    values = vars(args)
-    flags = {spec.option: values[name] for name, spec in all_specs().items() if spec.metavar == "PATH"}
-    flags |= {"--env": args.env}
-    flags["plug-in of an evaluation dataset"] = [
-        path for one in args.eval_datasets for path in (one.custom_rm_path, one.custom_generate_function_path)
-    ]
-    files: dict[str, list[Path]] = {}
-    for flag, value in flags.items():
-        words = value if isinstance(value, list) else [value]
-        matches = (_PLUGIN_FILE.match(word) for word in words if isinstance(word, str))
-        files[flag] = [Path(match[1]) for match in matches if match is not None]
     return files
 
 

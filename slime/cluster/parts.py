@@ -1,4 +1,4 @@
-"""Starts the parts of a run: engines, the rollout side and trainer ranks, each when it can start."""
+"""Starts the parts of a run: engines, the rollout side and trainer ranks, each as early as possible."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ from slime.cluster.trainer import Trainer
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import RankProcesses, Ranks, TrainGroup
 from slime.cluster.weight_push import PushToNobody, WeightPush
-from slime.liveness import waits
 from slime.observability.advisories import Advisor, Facts
-from slime.observability.counters import Counters
 from slime.observability.tracking import Tracker
 from slime.preflight.findings import Prediction
 from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather, in_background
@@ -43,7 +41,6 @@ from slime.utils.files.run_file import add_restart
 from slime.utils.files.step_folders import StepFolder
 from slime.utils.machine.accelerator import device_count, has_bfloat16
 from slime.utils.machine.run_identity import Run
-from slime.utils.models.model_config import context_of
 from slime.utils.types import RolloutBatch
 from slime.weight_sync.base import Site
 from slime.weight_sync.transports import choose_adapter_transport, choose_transport
@@ -56,7 +53,7 @@ _READ_DEADLINE_S = 600.0  # a batch from the ledger
 
 @dataclass(kw_only=True)
 class Parts:
-    """Builds a `Cluster`. `closing` takes down whatever was started, also when the start fails half-way."""
+    """Builds a `Cluster`. `closing` ends every part that was started, even if the start fails half-way."""
 
     args: Args
     run: Run
@@ -86,7 +83,7 @@ class Parts:
         residency = Residency(args, engines, ranks.actors)
         rollout = process.call(RolloutProcess.start, point.rollout_id, point.rollout_state, point.resume)
 
-        facts, group = _load_both(args, (launched, rollout), len(placement.engines), ranks, folder, residency)
+        facts, group = _load_both(args, (launched, rollout), ranks, folder, residency)
         if placement.engines and placement.trainer and begins_as_served(args, folder):
             engines.call_control(EngineWeights.note_loaded).result(_READ_DEADLINE_S)
         manager = process.part(RolloutProcess.manager)
@@ -95,14 +92,13 @@ class Parts:
         trainer = self._build_trainer(
             placement, ranks, group, residency, manager, engines, timeline, facts, point, folder
         )
-        counters = Counters.of_run(self.run.run_dir, point.rollout_id, args)
         return Cluster(
             args=args,
             run=self.run,
             schedule=RolloutSchedule(args, point.rollout_id, facts.num_rollout, facts.num_rollout_per_epoch),
             rollout=manager,
             trainer=trainer,
-            log=RunLog(self.tracker, open_advisor(args, self.overlapped), counters, self.prediction),
+            log=RunLog(self.tracker, open_advisor(args, self.overlapped), self.prediction),
             timeline=timeline,
             requests=Requests(recording),
             restored=point.restored,
@@ -176,7 +172,6 @@ class Parts:
 def _load_both(
     args: Args,
     starting: tuple[Future[None], Future[RolloutFacts]],
-    num_engines: int,
     ranks: RankProcesses,
     folder: Path | None,
     residency: Residency,
@@ -184,18 +179,13 @@ def _load_both(
     """Wait until engines and trainer are ready; the first failure ends the wait."""
     launched, rollout = starting
 
-    def progress() -> str:
-        engines_are = "serve" if rollout.done() else "are not up yet"
-        return f"starting: {ranks.describe()}, {num_engines} engine(s) {engines_are}"
-
-    with waits.logging_progress(progress):
-        if args.colocate:  # engines size their memory first
-            first: list[Future[object]] = [launched, rollout, in_background(ranks.warm_up, "trainer-warm-up")]
-            gather(first)
-            residency.make_room()
-        loading = in_background(lambda: ranks.load(folder), "trainer-start")
-        both: list[Future[object]] = [launched, rollout, loading]
-        gather(both)
+    if args.colocate:  # engines size their memory first
+        first: list[Future[object]] = [launched, rollout, in_background(ranks.warm_up, "trainer-warm-up")]
+        gather(first)
+        residency.make_room()
+    loading = in_background(lambda: ranks.load(folder), "trainer-start")
+    both: list[Future[object]] = [launched, rollout, loading]
+    gather(both)
     return rollout.result(), loading.result()
 
 
@@ -212,7 +202,6 @@ def open_advisor(args: Args, overlapped: bool) -> Advisor:
     facts = Facts(
         samples_per_prompt=args.n_samples_per_prompt,
         max_response_len=args.rollout_max_response_len,
-        context_len=context_of(args.hf_checkpoint) if args.hf_checkpoint else None,
         saves=args.save is not None or args.save_hf is not None,
         overlapped=overlapped,
         by_rewards=args.loss_type not in SUPERVISED_LOSSES and not args.debug_rollout_only,
@@ -245,7 +234,7 @@ def _choose_push(
         if args.lora_sync == "adapter"
         else choose_transport(args.update_weight_transport, facts.transports, site, args.update_weight_mode)
     )
-    logger.info("weights travel by %s", transport)
+    logger.info("Weights are sent to the engines by the transport %s.", transport)
     # Engines get the precision that the trainer computes in; None: that of the master weights.
     half = args.dtype == "bfloat16" or (args.dtype == "auto" and has_bfloat16())
     return WeightPush(

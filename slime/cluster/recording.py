@@ -1,4 +1,4 @@
-"""Hands to the record of the run what there is to tell: samples, spans, advantages, answers to actions."""
+"""Passes samples, spans, advantages and answers to requests on to the run's record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime.record.additions import Advantage, PieceBook, write_advantages
 from slime.record.samples import Entry
 from slime.record.schema import open_for_reading
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.journal import Settled
+from slime.rollout.data_source import Settled
 from slime.utils.machine.run_identity import Run
 from slime.utils.processing_utils import load_tokenizer
 
@@ -86,19 +86,19 @@ class Recording:
     # -- what the driver tells; a run without a record has none of it
 
     def begin(self, start_rollout_id: int) -> None:
-        """What an earlier start left open: steps that are made anew, and actions that nobody answered."""
+        """Settle what an earlier start left open: steps that are repeated, and unanswered actions."""
         waits.drain_ended()  # of the start, which is no part of a step
         self._submit("the start", lambda c: forget_spans(c, start_rollout_id))
         self._refuse_open("the run had ended before it could answer")
 
     def now(self, doing: str | None, since: float, rollout_id: int) -> None:
-        """What the driver is doing, for whoever looks at a live run."""
+        """Record what the driver is doing, for the dashboard of a live run."""
         text = json.dumps({"doing": doing, "since": since, "step": rollout_id})
         insert = "INSERT OR REPLACE INTO meta VALUES ('now', ?)"
         self._submit("what is done now", lambda c: c.execute(insert, (text,)))
 
     def step(self, rollout_id: int, spans: Sequence[Span], advantages: Sequence[Advantage]) -> None:
-        """What is known of a step once it is over."""
+        """Record the spans and advantages of a finished step."""
         self._submit("spans", lambda c: write_spans(c, spans))
         self._submit("advantages", lambda c: write_advantages(c, rollout_id, advantages))
 
@@ -125,7 +125,7 @@ class Recording:
             self.answer(row.id, REFUSED, -1, why)
 
     def flush(self) -> None:
-        """Returns when all that was told is written."""
+        """Block until everything that was recorded so far is on disk."""
         if self.writer is not None:
             self.writer.flush()
 

@@ -1,6 +1,6 @@
-"""Who holds the device now: engines while generating, the trainer while training, weights of both in between.
+"""Hands a shared device over between engines (generation), trainer (training) and both (weight sync).
 
-How full the device was is asked of the trainer's ranks, which see what engines on the same device hold too.
+Peak memory is read from the trainer's ranks, whose view of the device includes the engines' memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MEMORY_DEADLINE_S = 600.0
 
 
 class Phase(enum.Enum):
-    """What the device holds."""
+    """Phases of a shared device, named by what it holds."""
 
     GENERATE = "generate"  # engine weights and KV cache
     TRAIN = "train"  # parameters and optimizer
@@ -42,7 +42,7 @@ _OFFLOAD = "offload"
 
 
 class Residency:
-    """Moves things so that the next phase fits. What leaves goes first, then what comes."""
+    """Moves weights, caches and optimizer state so that the next phase fits: first offloads, then loads."""
 
     def __init__(self, args: Args, engines: Handle[EngineWeights], ranks: Ranks[TrainActor]):
         self._offload_rollout, self._offload_train = bool(args.offload_rollout), bool(args.offload_train)
@@ -50,7 +50,6 @@ class Residency:
         self._held = _ENGINE_HOLDS[GENERATE]  # engines start with everything in place
         self._phase: Phase | None = None
         self._peaks: dict[str, float] = {}
-        self._has_device = True  # until ranks say that they have none whose memory could be full
 
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -71,13 +70,10 @@ class Residency:
 
     def _drain_peak(self) -> int | None:
         """The peak memory of the device that was fullest since the last call; None on a CPU machine."""
-        peaks: list[int] = []
-        if self._has_device:
-            with contextlib.suppress(WorkerDied):  # reported to whoever needs the rank
-                found = self._ranks.call(TrainActor.drain_peak_memory)
-                peaks = [peak for peak in found if peak is not None]
-                self._has_device = bool(peaks)
-        return max(peaks, default=None)
+        with contextlib.suppress(WorkerDied):  # reported to whoever needs the rank
+            found = self._ranks.call(TrainActor.drain_peak_memory)
+            return max((peak for peak in found if peak is not None), default=None)
+        return None
 
     def _note_peak(self, name: str) -> None:
         peak = self._drain_peak()

@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,8 @@ from slime.cluster.checkpoints.run_ledger import Resume, open_ledger, plain_of
 from slime.cluster.recording import Recording
 from slime.cluster.serving.engine_plane import EnginePlane
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.liveness import phases, stacks
+from slime.liveness import phases
+from slime.liveness.loop_watch import watch_loop
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.record import RECORD_FILE, LedgerReader
@@ -26,14 +26,15 @@ from slime.rollout import ledger
 from slime.rollout.answers import share_with_ending
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, eval_output, train_output
 from slime.rollout.collection.versions import push_plan
+from slime.rollout.data_source import CountingJournal, follow
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.generation import turn_gate
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
-from slime.rollout.journal import CountingJournal
-from slime.rollout.ledger import Ledger, follow
+from slime.rollout.ledger import Ledger
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.runtime.base import Runtime
 from slime.runtime.placement import Placement
+from slime.utils.async_utils import get_loop
 from slime.utils.column_rewards import takes_columns
 from slime.utils.machine.run_identity import Run
 from slime.utils.misc import load_function
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """What the start found out. `num_rollout_per_epoch` None: the data has no epochs."""
+    """Facts that are known after start-up. `num_rollout_per_epoch` None: the data has no epochs."""
 
     num_rollout: int
     num_rollout_per_epoch: int | None
@@ -57,7 +58,7 @@ class RolloutFacts:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One rollout: the batch to train on, and the cursor of all that was consumed to make it.
+    """One rollout: the batch to train on, and the data cursor after it.
 
     `batch` None: the run only generates. `cursor` None: the data source keeps its state itself.
     """
@@ -71,21 +72,20 @@ class Generated:
 class RolloutProcess:
     """Holds the engines, the record and the manager of the rollout side.
 
-    The constructor waits for nobody: what may take long is a call, whose error reaches the driver.
+    The constructor never blocks; slow work is done in calls, whose errors reach the driver.
     """
 
     def __init__(self, args: Args, run: Run, placement: Placement, runtime: Runtime):
         configure_logger(level=args.log_level)
         self._args, self._run, self._placement, self._runtime = args, run, placement, runtime
         self._plane: EnginePlane | None = None
-        self._no_stacks: Callable[[], None] = lambda: None
         self._manager: RolloutManager | None = None
         self._recording = Recording(run, args)
 
     def launch(self) -> None:
         """Start the engines, without waiting until they serve."""
         self._plane = EnginePlane(self._args, self._run, self._placement, self._runtime)
-        self._no_stacks = stacks.pass_on(self._plane.dump_stacks)
+        watch_loop(get_loop())
 
     def start(
         self, start_rollout_id: int, rollout_state: dict[str, Any] | None, resume: Resume
@@ -119,7 +119,6 @@ class RolloutProcess:
 
     def close(self) -> None:
         turn_gate.forget_all()
-        self._no_stacks()
         if self._plane is not None:
             self._plane.close()
         ledger.use(None)

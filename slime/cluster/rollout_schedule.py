@@ -1,4 +1,4 @@
-"""Which rollout ids run, and after which of them the run evaluates and saves."""
+"""Schedules rollouts: which ids run, and after which of them the run evaluates and saves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RolloutSchedule:
         return should_run_periodic_action(rollout_id, self.args.eval_interval, self.num_rollout_per_epoch)
 
     def save_after(self, rollout_id: int) -> bool:
-        """Whether a checkpoint (--save), a model (--save-hf) or both follow this rollout."""
+        """Return whether a checkpoint (--save), a model (--save-hf) or both follow this rollout."""
         if self.args.save is None and (self.args.save_hf is None or self.args.debug_rollout_only):
             return False
         if self.args.release_train:  # what the next processes of the trainer begin from

@@ -1,4 +1,4 @@
-"""Logs what steps were like: metrics for the trackers, one line each for the log, and advice."""
+"""Logs steps: metrics for the trackers, one line per step for the log, and advice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from slime.cluster.rollout_manager import Generated
 from slime.observability.advisories import Advisor
-from slime.observability.counters import Counters
 from slime.observability.tracking import Tracker
 from slime.preflight.findings import Prediction
 from slime.step.step_report import StepReport
@@ -35,16 +34,10 @@ _TRAIN_HEADLINE = (
 
 
 class RunLog:
-    """`prediction` None: nothing was predicted."""
+    """Logs the metrics of a run's steps. `prediction` None: nothing was predicted."""
 
-    def __init__(
-        self,
-        tracker: Tracker,
-        advisor: Advisor,
-        counters: Counters,
-        prediction: Prediction | None = None,
-    ):
-        self._tracker, self._advisor, self._counters = tracker, advisor, counters
+    def __init__(self, tracker: Tracker, advisor: Advisor, prediction: Prediction | None = None):
+        self._tracker, self._advisor = tracker, advisor
         self._prediction = prediction
         self._logged: dict[int, set[str]] = {}  # names of metrics, by rollout that is not trained yet
         self._step_times: list[float] = []
@@ -58,10 +51,9 @@ class RunLog:
 
     def log_rollout(self, rollout_id: int, generated: Generated, waited_s: float) -> None:
         _log_line("rollout %d: %s", rollout_id, headline_of(generated.metrics, _ROLLOUT_HEADLINE))
-        metrics = self._counters.fill(generated.metrics, "rollout")
-        self._logged[rollout_id] = {*metrics}
+        self._logged[rollout_id] = {*generated.metrics}
         driver = {"perf/train_wait_time": waited_s, "rollout/num_samples": generated.num_samples}
-        self.log({**metrics, **driver}, "rollout", rollout_id)
+        self.log({**generated.metrics, **driver}, "rollout", rollout_id)
 
     def log_step(self, rollout_id: int, report: StepReport, peaks: Mapping[str, float]) -> None:
         step_time = time.monotonic() - self._step_started
@@ -69,7 +61,7 @@ class RunLog:
         self._step_times.append(step_time)
         for i, step in enumerate(report.steps):
             _log_line("train   %d: %s", rollout_id, headline_of(step, _TRAIN_HEADLINE))
-            self.log(self._counters.fill(step, "train"), "train", rollout_id * len(report.steps) + i)
+            self.log(step, "train", rollout_id * len(report.steps) + i)
         for hint in report.hints:  # of the ranks, whose own logs nobody watches
             logger.warning("train   %d: %s", rollout_id, hint)
         if peaks:
@@ -80,7 +72,7 @@ class RunLog:
 
     def log_evaluation(self, rollout_id: int, metrics: Mapping[str, Any], datasets: Iterable[str]) -> None:
         _log_line("eval    %d: %s", rollout_id, headline_of(metrics, [f"eval/{name}" for name in datasets]))
-        self.log(self._counters.fill(metrics, "eval"), "eval", rollout_id)
+        self.log(metrics, "eval", rollout_id)
 
     def compare_prediction(self, trainer_bytes: Callable[[], float], batch: RolloutBatch | None) -> None:
         """Log once how the prediction compares with the first steps; the very first one warms up."""

@@ -1,7 +1,7 @@
-"""Opens the folder of a run and records there what it is, from its start to its end.
+"""Opens the folder of a run, and records in run.json its settings, its inputs and how it ended.
 
-Digests of the files that define a run are in run.json and in the manifest of every checkpoint, so that a run
-that is resumed notices which of them have changed:
+Digests of the files that define a run are in run.json and in the manifest of every checkpoint, so that a
+resumed run can detect which of them have changed:
 
     {"--hf-checkpoint config.json": "9f3c...", "--custom-rm-path": "51aa...", "--eval-prompt-data held": ...}
 
@@ -76,14 +76,14 @@ def open_run(args: Args, checkpoint: StepFolder | None = None) -> Run:
         inputs,
     )
     if changed := changed_settings(record):
-        told = [f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items()]
-        logger.warning("This run resumes with changed settings: %s", "; ".join(told))
+        changes = [f"{name} {before!r} -> {now!r}" for name, (before, now) in changed.items()]
+        logger.warning("This run resumes with changed settings: %s", "; ".join(changes))
     return Run(record.id, run_dir, shm.make_prefix(), record.num_starts, inputs=inputs)
 
 
 @contextlib.contextmanager
 def claimed(args: Args) -> Iterator[Args]:
-    """Yield the settings with a run folder that no other run chooses; a given one stays as it is."""
+    """Yield the settings with a run folder that no other run uses; a folder that the user chose is kept."""
     if is_given(args.sources["run_dir"]):
         yield args
         return
@@ -108,7 +108,7 @@ def refuse_taken(args: Args) -> None:
 
 
 def _why_not_resumed(folder: Path, args: Args) -> str:
-    """What keeps the run of a folder, which saves where this one does, from resuming by itself."""
+    """Return why the run in a folder, which has the same --save, is not resumed automatically."""
     if not args.auto_resume or args.load is not None or args.save is None or args.finetune:
         return ""
     changed = other_settings(folder, args.to_dict(hide_secrets=True), args.save)
@@ -128,7 +128,7 @@ def nothing_left(args: Args) -> str | None:
     if may_resume and args.save is not None and has_finished(Path(args.run_dir), settings, args.save):
         return (
             f"nothing is left to do: --run-dir {args.run_dir} holds this very run, and it has finished. To "
-            "train anew, give another --run-dir and another --save; to go on, --load with the folder of "
+            "train anew, give another --run-dir and another --save; to continue, --load with the folder of "
             "--save and a larger --num-rollout."
         )
     steps = step_folders(args.load) if args.load is not None and not args.finetune else {}
@@ -140,7 +140,7 @@ def nothing_left(args: Args) -> str | None:
         if done > args.num_rollout:
             return (
                 f"nothing is left to do: --num-rollout is {args.num_rollout}, and the checkpoint in --load "
-                f"{args.load} has {done} steps already. Give a larger --num-rollout to go on."
+                f"{args.load} has {done} steps already. Give a larger --num-rollout to continue."
             )
     return None
 

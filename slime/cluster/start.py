@@ -28,7 +28,6 @@ from slime.cluster.parts import Parts
 from slime.cluster.run_opening import close_run, open_run
 from slime.liveness import phases, stacks
 from slime.liveness.hang_watch import HangWatch
-from slime.observability.incidents import keeping_incidents
 from slime.observability.logging_utils import configure_logger
 from slime.observability.terminal.capture import log_to
 from slime.observability.tracking import Tracker
@@ -57,10 +56,10 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
     configure_logger(level=args.log_level)
     report = check_before_start(args, overlapped=overlapped)
     logger.info("%s", explain_batch(args))
-    logger.info("precision: %s (%s)", args.dtype, args.sources["dtype"])
+    logger.info("Precision: %s (%s)", args.dtype, args.sources["dtype"])
     if args.use_dynamic_batch_size:
         limit = args.sources["max_tokens_per_gpu"]
-        logger.info("micro-batches hold at most %d tokens (%s)", args.max_tokens_per_gpu, limit)
+        logger.info("Micro-batches hold at most %d tokens (%s)", args.max_tokens_per_gpu, limit)
     with contextlib.ExitStack() as folders:  # given back last
         if args.save is not None:
             folders.callback(open_save_folder(args).release)
@@ -76,7 +75,6 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
         log = run.run_dir / "logs" / "driver.log"
         folders.enter_context(log_to(log))
         folders.enter_context(stacks.answering(log))
-        folders.enter_context(keeping_incidents(run.run_dir))
         _log_findings(report)
         models = Models(args, run.run_dir)
         tracker = Tracker(args, run.run_dir)
@@ -125,7 +123,7 @@ def check_before_start(args: Args, *, overlapped: bool) -> Report:
         ended.cost = tuple(finding.text for finding in report.findings if finding.subject == COST)
         ended.note = f"{len(report.of('warning'))} warnings" if report.of("warning") else "all well"
     if args.dry_run:
-        raise NotStarted("--dry-run: nothing keeps this run from starting; leave the flag out to start it.")
+        raise NotStarted("--dry-run: no problem was found; leave the flag out to start this run.")
     return report
 
 

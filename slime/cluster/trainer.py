@@ -1,4 +1,4 @@
-"""The trainer as the loop uses it: lost ranks, released processes and peer copies are handled inside."""
+"""The trainer as the loop uses it; it hides lost ranks, released processes and peer copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from slime.arguments import Args
-from slime.arguments.groups.micro_batches import micro_batches_of
 from slime.cluster.canary.canary import Canary
 from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.closing import Closing
@@ -36,7 +35,7 @@ _CLOSE_DEADLINE_S = 120.0  # overdue is a failure of the run: generous
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Trains, pushes weights and saves. Whatever a lost rank interrupts is done again with new ranks.
+    """Trains, pushes weights and saves. An operation that a lost rank interrupts is retried with new ranks.
 
     `rollout_id` names the step at which a loss is reported.
     """
@@ -191,7 +190,6 @@ class Trainer:
             rollout_id,
             self.run.run_id,
             self._pushes_at_training,
-            micro_batches=micro_batches_of(vars(self.args)),
             inputs=self.run.inputs,
         )
         return self.saver.save(manifest, rollout.cursor, in_flight, wait=wait)
@@ -213,5 +211,5 @@ class Trainer:
             if not self.recovery.is_on:
                 raise
             logger.warning(
-                "A trainer rank was lost while the run ended; nothing is missing: %s", headline(error)
+                "A trainer rank was lost while the run ended (%s); no result is missing.", headline(error)
             )

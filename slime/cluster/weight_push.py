@@ -1,4 +1,4 @@
-"""The one owner of a weight push: numbers the version, has the ranks send it and the engines take it."""
+"""Performs weight pushes: numbers the version, lets the ranks send it and the engines load it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime.weight_sync.base import LiveReport, WeightBundle
 
 
 class WeightPush:
-    """Versions are `run:n`, n counting from 1 and going on where a checkpoint left off."""
+    """Pushes weights to engines. Versions are `run:n`; n starts at 1 and continues after a resume."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class WeightPush:
         with self._residency.phase(SYNC):
             if self._live:
                 report, metrics = self._send_live(version)
-            # After a live push this is the copy for engines that come late; the others go on meanwhile.
+            # After a live push, only engines that restart later read this copy; the others generate already.
             with self._tracer.span("ranks write a copy"):
                 bundle = self._ranks.call(TrainActor.export, version, self._dtype)[0]
             assert bundle is not None, "the first rank makes the bundle"
@@ -88,16 +88,16 @@ class WeightPush:
             self._engines.call_control(EngineWeights.abandon_live, targets).result()
             raise
         reports = [report for report in sent if report is not None]
-        # Each rank that sends tells of the whole model, sent to engines of its own or in turns to all.
+        # Each sending rank reports the whole model, sent to its own engines or in turns to all.
         failures = {url: why for report in reports for url, why in report.failures.items()}
         report = LiveReport(reports[0].num_tensors, reports[0].nbytes, failures)
-        with self._tracer.span("engines go on"):
+        with self._tracer.span("engines resume"):
             metrics = self._engines.call_control(EngineWeights.finish_live, version, targets, report).result()
         return report, {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}
 
 
 def _check_count(report: LiveReport, bundle: WeightBundle) -> None:
-    """Pipeline stages that each send their part must come to the model as one rank sees it."""
+    """Check that the parts that pipeline stages sent add up to the whole model."""
     assert report.failures or report.num_tensors == bundle.num_tensors, (
         f"the ranks sent {report.num_tensors} tensors of weights {bundle.version}, the model has "
         f"{bundle.num_tensors}"
@@ -105,7 +105,7 @@ def _check_count(report: LiveReport, bundle: WeightBundle) -> None:
 
 
 class PushToNobody:
-    """A replay has no engines: ranks count versions as the recorded run did, to know them on the samples."""
+    """A push without engines, in a replay: ranks count versions as the recorded run did."""
 
     def __init__(self, ranks: Ranks[TrainActor], done: int = 0):
         self._ranks, self.num_pushes = ranks, done

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import operator
-import os
 import threading
 from array import array
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from slime.observability.tracking import Row, rows_after
 from slime.utils.files.run_file import METRICS_FILE
 
 _OF_THE_LINE = {"time", "run", "start", "step_key", "step"}
-_NUMBERS = {float, int}
-_CHUNK_BYTES = 4 << 20
 _GLANCE_BYTES = 64 << 10
 
 
@@ -46,23 +41,6 @@ class Curve:
             self.times.insert(at, time)
 
 
-class _Row(NamedTuple):
-    """A line of metrics.jsonl."""
-
-    axis: str
-    step: int
-    time: float
-    values: dict[str, Any]
-
-
-def _parsed(line: bytes) -> _Row | None:
-    try:
-        row = json.loads(line)
-        return _Row(str(row["step_key"]), int(row["step"]), float(row.get("time", 0.0)), row)
-    except (ValueError, KeyError, TypeError, AttributeError):  # what a disk that failed left of it
-        return None
-
-
 class Curves:
     """All curves of one run. `read` adds new lines; safe to call from any thread."""
 
@@ -71,85 +49,48 @@ class Curves:
         self._identity: tuple[int, int] | None = None  # of the file: another run may have taken its place
         self._by_name: dict[str, Curve] = {}
         self.last_time: float | None = None
-        self.is_read = False  # once, so that only what is new has to be
+        self._is_read = False  # once: from then on a read takes only what is new
 
     def read(self) -> None:
-        with self._lock:
-            try:
-                with self._file.open("rb") as file:
-                    self._restart_if_replaced(file.fileno())
-                    file.seek(self._offset)
-                    while chunk := self._whole_lines(file.read(_CHUNK_BYTES)):
-                        self._offset += len(chunk)
-                        self._take(chunk.splitlines())
-                        file.seek(self._offset)
-                self.is_read = True
-            except FileNotFoundError:
-                return
+        with self._lock, contextlib.suppress(FileNotFoundError):
+            found = self._file.stat()
+            if self._identity != (found.st_dev, found.st_ino) or found.st_size < self._offset:
+                self._identity, self._offset, self._by_name = (found.st_dev, found.st_ino), 0, {}
+                self.last_time = None
+            for offset, row in rows_after(self._file, self._offset):
+                self._offset = offset
+                self._add(row)
+            self._is_read = True
 
-    def glance(self, name: str) -> tuple[int | None, float | None]:
-        """Return the last step of a metric and the time of the last line, from the end of the file."""
-        if self.is_read:
+    def glance(self, steps: str, wanted: Callable[[str], bool]) -> tuple[int | None, dict[str, float | None]]:
+        """Return the last step of a metric, and the last values of the wanted metrics and of the time.
+
+        Until the whole file has been read, only its end is, so that a list of many runs is there at once.
+        """
+        values: dict[str, float | None] = {}
+        if self._is_read:
             self.read()
-            found = self.summary(name)
-            return found["last_step"] if found else None, self.last_time
-        step, last_time = None, None
-        with contextlib.suppress(OSError), self._file.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _GLANCE_BYTES))
-            for row in filter(None, map(_parsed, file.read().splitlines())):
-                last_time = max(row.time, last_time or 0.0)
-                step = row.step if name in row.values else step
-        return step, last_time
+            known = [summary for name in self.names() if wanted(name) and (summary := self.summary(name))]
+            values = {summary["name"]: summary["last"] for summary in known}
+            done = self.summary(steps)
+            return done["last_step"] if done else None, {**values, "time": self.last_time}
+        step = None
+        with contextlib.suppress(OSError):
+            for _, row in rows_after(self._file, max(0, self._file.stat().st_size - _GLANCE_BYTES)):
+                found = {name: _number(value) for name, value in row.items() if wanted(name)}
+                values |= {name: value and _finite(value) for name, value in found.items()}
+                values["time"] = max(row.get("time", 0.0), values.get("time") or 0.0)
+                step = row["step"] if steps in row else step
+        return step, values
 
-    def _restart_if_replaced(self, fd: int) -> None:
-        found = os.fstat(fd)
-        if self._identity != (found.st_dev, found.st_ino) or found.st_size < self._offset:
-            self._identity, self._offset, self._by_name = (found.st_dev, found.st_ino), 0, {}
-            self.last_time = None
-
-    @staticmethod
-    def _whole_lines(chunk: bytes) -> bytes:
-        return chunk[: chunk.rfind(b"\n") + 1]
-
-    def _take(self, lines: list[bytes]) -> None:
-        """Add rows: those with the same metrics column by column, the others value by value."""
-        rows = list(filter(None, map(_parsed, lines)))
-        if not rows:
-            return
-        self.last_time = max(max(row.time for row in rows), self.last_time or 0.0)
-        shapes: dict[tuple[str, ...], list[_Row]] = {}
-        for row in rows:
-            shapes.setdefault(tuple(row.values), []).append(row)
-        occurs = Counter(name for names in shapes for name in names)
-        slow: set[str] = set()
-        for names, alike in shapes.items():
-            steps, times = array("q", [row.step for row in alike]), array("d", [row.time for row in alike])
-            ascending = all(map(operator.lt, steps, steps[1:]))
-            for name, column in zip(
-                names, zip(*(row.values.values() for row in alike), strict=True), strict=True
-            ):
-                if name in _OF_THE_LINE or name == alike[0].axis:
-                    continue
-                curve = self._by_name.get(name)
-                follows = curve is None or not curve.steps or steps[0] > curve.steps[-1]
-                if not (ascending and follows and occurs[name] == 1 and set(map(type, column)) <= _NUMBERS):
-                    slow.add(name)
-                    continue
-                if curve is None:
-                    curve = self._by_name[name] = Curve(alike[0].axis)
-                curve.steps.extend(steps)
-                curve.values.extend(array("d", column))
-                curve.times.extend(times)
-        if slow:
-            for row in rows:
-                self._take_one_by_one(row, slow)
-
-    def _take_one_by_one(self, row: _Row, names: set[str]) -> None:
-        """Add rows in file order: a resumed run logs steps again, and the later line counts."""
-        for name in names & row.values.keys():
-            value = _number(row.values[name])
-            if value is not None:
-                self._by_name.setdefault(name, Curve(row.axis)).add(row.step, value, row.time)
+    def _add(self, row: Row) -> None:
+        """Add a row: a resumed run logs steps again, and the later line counts."""
+        axis, time = str(row.get("step_key")), float(row.get("time", 0.0))
+        self.last_time = max(time, self.last_time or 0.0)
+        for name, logged in row.items():
+            value = _number(logged)
+            if value is not None and name not in _OF_THE_LINE and name != axis:
+                self._by_name.setdefault(name, Curve(axis)).add(int(row["step"]), value, time)
 
     def names(self) -> list[str]:
         with self._lock:
@@ -165,14 +106,10 @@ class Curves:
                 "name": name,
                 "axis": curve.axis,
                 "count": len(curve.steps),
-                "first": finite(curve.values[0]),
-                "last": finite(curve.values[-1]),
+                "first": _finite(curve.values[0]),
+                "last": _finite(curve.values[-1]),
                 "last_step": curve.steps[-1],
             }
-
-    def last(self, name: str) -> float | None:
-        found = self.summary(name)
-        return found["last"] if found else None
 
     def newest(self, name: str, count: int) -> list[float]:
         """Return the last finite values."""
@@ -212,7 +149,7 @@ class Curves:
         smoothed = moving_average(values, smooth) if smooth else None
         begin = 0 if low is None else int(np.searchsorted(steps, low, "left"))
         end = len(steps) if high is None else int(np.searchsorted(steps, high, "right"))
-        inside = slice(max(begin - 1, 0), end + 1)  # one beyond each edge, so that lines go on to it
+        inside = slice(max(begin - 1, 0), end + 1)  # one point beyond each edge, so that lines reach it
         steps, values, times = steps[inside], values[inside], times[inside]
         edges = _edges(len(steps), width)
         found: dict[str, Any] = {
@@ -232,42 +169,23 @@ class Curves:
 
 def moving_average(values: np.ndarray, weight: float) -> np.ndarray:
     """Smooth values exponentially with bias correction; `weight` is the share of the past."""
-    known = np.isfinite(values)
-    sums = _decaying_sums(np.where(known, values, 0.0), weight)
-    counts = _decaying_sums(known.astype(float), weight)
-    return np.divide(sums, counts, out=values.copy(), where=counts > 0)
+    smoothed, total, count = values.copy(), 0.0, 0.0
+    for place, value in enumerate(values.tolist()):
+        total, count = weight * total, weight * count
+        if math.isfinite(value):
+            total, count = total + value, count + 1.0
+        if count:
+            smoothed[place] = total / count
+    return smoothed
 
 
-def _decaying_sums(values: np.ndarray, weight: float) -> np.ndarray:
-    """Compute s[t] = weight * s[t-1] + values[t] in chunks, so that powers of the weight do not underflow."""
-    if weight <= 1e-6:
-        return values.copy()
-    stretch = max(8, min(4096, int(-250.0 / np.log(weight))))
-    out, before = np.empty_like(values), 0.0
-    for start in range(0, len(values), stretch):
-        part = values[start : start + stretch]
-        powers = weight ** np.arange(len(part), dtype=float)
-        out[start : start + stretch] = powers * (weight * before + np.cumsum(part / powers))
-        before = out[start + len(part) - 1]
-    return out
+def plain(values: np.ndarray) -> list[float | None]:
+    """Convert values for JSON, which has no NaN, with seven digits each."""
+    return [_finite(float(f"{value:.7g}")) for value in values.tolist()]
 
 
-def plain(values: Sequence[float] | np.ndarray) -> list[float | None]:
-    """Convert a value for JSON, which has no NaN."""
-    array = np.asarray(values, dtype=float)
-    known = np.isfinite(array) & (array != 0)
-    digits = np.zeros(len(array))
-    digits[known] = 6 - np.floor(np.log10(np.abs(array[known])))
-    # Divided or multiplied by a power of ten that is exact, so that seven digits are what is written.
-    scale = 10.0 ** np.clip(np.abs(digits), 0, 22)
-    with np.errstate(all="ignore"):
-        rounded = np.where(digits >= 0, np.round(array * scale) / scale, np.round(array / scale) * scale)
-    rounded = np.where(np.abs(digits) <= 22, rounded, array)
-    return [value if math.isfinite(value) else None for value in rounded.tolist()]
-
-
-def finite(value: float) -> float | None:
-    return value if value == value and abs(value) != float("inf") else None
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _edges(count: int, width: int) -> np.ndarray:
@@ -286,8 +204,6 @@ def _means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool):
-        return None
     if isinstance(value, (int, float)):
-        return float(value)
+        return None if isinstance(value, bool) else float(value)
     return float(value) if value in ("nan", "inf", "-inf") else None

@@ -39,7 +39,7 @@ class Watch:
         queue: asyncio.Queue[str] = asyncio.Queue(100)
         self._viewers.add(queue)
         if self._task is None:
-            self._task = asyncio.create_task(self._look())
+            self._task = asyncio.create_task(self._poll())
             # The first check records the current state; later changes are reported.
             await asyncio.get_running_loop().run_in_executor(None, self._changed)
         try:
@@ -59,7 +59,7 @@ class Watch:
                 self._task = None
         return response
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         loop = asyncio.get_running_loop()
         changed, notified, used = set[str](), time.monotonic() - _LONGEST_S, time.process_time()
         while True:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _STRETCH = 128 << 10
-_SEARCHED = 16 << 20  # bytes before the end that a filter looks at
-_TROUBLE_BYTES = 4 << 20
+_SEARCHED = 16 << 20  # bytes before the end that are searched
 _MAX_LINES = 2000
 HIDDEN = "[hidden]"
 _TOKEN = re.compile(r"([#&?]token=)[\w-]+")
@@ -77,7 +76,7 @@ class LogTrouble:
         self._errors: deque[dict[str, str]] = deque(maxlen=5)
 
     def read(self) -> list[dict[str, str]]:
-        """Return them, newest last; of a very long log only its start and end are read."""
+        """Return them, newest last; only the end of a very long log is read."""
         with self._lock, contextlib.suppress(OSError):
             if not _is_elsewhere(self._file, self._file.parent.parent):
                 self._read_on(self._file.stat().st_size)
@@ -89,21 +88,18 @@ class LogTrouble:
             self._offset = 0
             self._advice.clear()
             self._errors.clear()
+        self._offset = max(self._offset, size - _SEARCHED)
         with self._file.open("rb") as log:
-            while self._offset < size:
-                if self._offset >= _TROUBLE_BYTES:
-                    self._offset = max(self._offset, size - _TROUBLE_BYTES)
-                log.seek(self._offset)
-                data = log.read(_TROUBLE_BYTES)
-                whole = data.rfind(b"\n") + 1
-                self._offset += whole or (len(data) if len(data) == _TROUBLE_BYTES else 0)
-                for line in without_tokens(data[:whole].decode("utf-8", "replace")).splitlines():
-                    self._take(line)
-                if not whole:
-                    return
+            log.seek(self._offset)
+            data = log.read(size - self._offset)
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        for line in without_tokens(data[:whole].decode("utf-8", "replace")).splitlines():
+            self._take(line)
 
     def _take(self, line: str) -> None:
         if match := _ADVICE.match(line):
-            self._advice.append({"kind": "advice", "time": match[1], "text": match[2]})
+            if all(row["text"] != match[2] for row in self._advice):  # a resumed run logs it again
+                self._advice.append({"kind": "advice", "time": match[1], "text": match[2]})
         elif match := _ERROR.match(line):
             self._errors.append({"kind": "error", "time": match[1], "text": match[2][:500]})

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,13 @@ from slime.record import RECORD_FILE, RecordError
 from slime.record.actions import read_actions
 from slime.record.schema import open_for_reading
 from slime.utils.files.folder_lock import is_locked
-from slime.utils.files.run_file import RUN_FILE, RunRecord, name_of_run, read_run
+from slime.utils.files.run_file import RUN_FILE, RunRecord, name_of_run, no_run, read_run, runs_inside
 
 RUNNING, LOST = "running", "lost: the process ended without a word"
 _LOOK_S = 1.0  # how long the state of a run is believed
+REWARD = "rollout/raw_reward"
 HEADLINES = (
-    ("reward", "rollout/raw_reward"),
+    ("reward", REWARD),
     ("loss", "train/loss"),
     ("response length", "rollout/response_len/mean"),
     ("truncated", "rollout/truncated_ratio"),
@@ -54,6 +58,7 @@ class RunFolder:
         self._held = threading.local()
         self._state: tuple[float, str] = (0.0, "")
         self._run: tuple[float, RunRecord | None] = (0.0, None)
+        self._group: tuple[RunRecord | None, str] = (None, key)
 
     # -- what it is
 
@@ -65,6 +70,15 @@ class RunFolder:
             if changed != self._run[0]:
                 self._run = (changed, read_run(self.path))
         return self._run[1]
+
+    @property
+    def group(self) -> str:
+        """A key that runs share whose settings differ by the seed only."""
+        run = self.run
+        if self._group[0] is not run or run is None:
+            alike = run.settings_without_seed() if run is not None else None
+            self._group = (run, hashlib.sha256(alike.encode()).hexdigest()[:12] if alike else self.key)
+        return self._group[1]
 
     @property
     def state(self) -> str:
@@ -81,26 +95,36 @@ class RunFolder:
     @property
     def shown_state(self) -> str:
         """The state to display: running, paused, finished, or how it ended."""
+        return phases.PAUSED if self.paused_since is not None else self.state
+
+    @property
+    def paused_since(self) -> float | None:
+        """When a user paused the run, in seconds since 1970; None: it is not paused."""
         table = read_table(self.path) if self.state == RUNNING else None
-        return phases.PAUSED if table is not None and table.is_paused else self.state
+        return table.paused_since if table is not None else None
 
     def summary(self) -> dict[str, Any]:
         """Return the entry for the list of runs, without reading all metrics of a long run."""
         run = self.run
         total = _setting(run, "num_rollout")
-        done, last_time = self.curves.glance("perf/step_time")
+        done, last = self.curves.glance("perf/step_time", lambda name: name == REWARD or is_eval_score(name))
         return {
             "key": self.key,
-            "name": run.name if run is not None else name_of_run(self.path),
+            "name": self.key,
             "folder": str(self.path),
             "id": run.id if run is not None else None,
             "state": self.shown_state,
+            "paused_since": self.paused_since,
             "start": run.last.start if run is not None else None,
             "end": run.last.end if run is not None else None,
             "starts": run.num_starts if run is not None else 1,
             "step": done + 1 if done is not None else 0,
             "total": total if isinstance(total, int) else None,
-            "last_time": last_time,
+            "last_time": last.pop("time", None),
+            "reward": last.pop(REWARD, None),
+            "evaluations": last,
+            "seed": _setting(run, "seed"),
+            "group": self.group,
             "model": _setting(run, "hf_checkpoint"),
             "method": _method(run),
         }
@@ -175,12 +199,8 @@ class RunFolder:
             "schema": int(meta.get("schema", 1)),
             "missed": int(meta.get("missed_rollouts", 0)),
             "now": json.loads(meta["now"]) if "now" in meta else None,
-            "actions": [action_as_dict(row) for row in actions[-50:]],
+            "actions": [asdict(row) for row in actions[-50:]],
         }
-
-
-def action_as_dict(row: Any) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in type(row).__slots__}
 
 
 def explain(name: str) -> dict[str, str]:
@@ -190,25 +210,27 @@ def explain(name: str) -> dict[str, str]:
 
 
 def open_runs(paths: list[Path]) -> dict[str, RunFolder]:
-    """Return runs by key: the folder's name, with a number where two are equal.
+    """Return runs by key: the folder's name, with the parent's name or a number where two are equal.
 
-    A folder that is none but has runs in it stands for these.
+    A folder that is not a run itself stands for the runs in it.
     """
     folders: list[Path] = []
     for path in paths:
         if (path / RUN_FILE).is_file() or (path / RECORD_FILE).is_file():
             folders.append(path)
             continue
-        inside = sorted(file.parent for file in path.glob(f"*/{RUN_FILE}")) if path.is_dir() else []
+        inside = runs_inside(path)
         if not inside:
-            raise NotARun(
-                f"{path} is no folder of a run: it has no {RUN_FILE}, and neither has a folder in it. Give "
-                "the --run-dir of a run, or a folder with several."
-            )
+            raise NotARun(no_run(path))
         folders += inside
     runs: dict[str, RunFolder] = {}
-    for folder in dict.fromkeys(folder.resolve() for folder in folders):
+    distinct = list(dict.fromkeys(folder.resolve() for folder in folders))
+    names = Counter(name_of_run(folder) for folder in distinct)
+    for folder in distinct:
         name = name_of_run(folder) or "run"
+        if names[name] > 1:  # the same name in several folders: the name of the parent distinguishes them
+            name = f"{(folder.parent.parent if folder.name == 'run' else folder.parent).name}-{name}"
+        name = name.replace(",", "_")  # as in lr=0.1,seed=2: the address of a view separates runs by commas
         key, number = name, 2
         while key in runs:
             key, number = f"{name}-{number}", number + 1

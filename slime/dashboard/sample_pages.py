@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.record.additions import read_advantage
+from slime.record.reader import conditions
 from slime.record.samples import read_tokens
 
 _DEADLINE_S = 0.08
@@ -46,7 +47,7 @@ ORDERS = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which samples to show; None: no condition. Example: Wanted("train", 12, order="worst")."""
+    """Selects the samples to show; None: no condition. Example: Wanted("train", 12, order="worst")."""
 
     kind: str | None = None
     step: int | None = None
@@ -76,25 +77,13 @@ class Wanted:
         return any(value is not None for value in (self.dataset, self.outcome, self.contains))
 
     def conditions(self) -> tuple[list[str], list[object]]:
-        words: list[str] = []
-        values: list[object] = []
-        for column, value in (
-            ("r.kind", self.kind),
-            ("r.rollout_id", self.step),
-            ("g.dataset", self.dataset),
-            ("g.outcome", self.outcome),
-        ):
-            if value is not None:
-                words.append(f"{column} = ?")
-                values.append(value)
-        if self.contains is not None:
-            words.append(
-                "(instr(lower(g.prompt), ?) OR instr(lower(s.response), ?) OR instr(lower(g.label), ?))"
-            )
-            values += [self.contains.lower()] * 3
-        if self.order != "made":
-            words.append(f"{ORDERS[self.order][0]} IS NOT NULL")
-        return words, values
+        equal = {
+            "r.kind": self.kind,
+            "r.rollout_id": self.step,
+            "g.dataset": self.dataset,
+            "g.outcome": self.outcome,
+        }
+        return conditions(equal, self.contains, None if self.order == "made" else ORDERS[self.order][0])
 
 
 def steps_of(connection: sqlite3.Connection, kind: str) -> list[dict[str, Any]]:
@@ -113,18 +102,14 @@ class Positions:
 
     def __init__(self) -> None:
         self._made: dict[str | None, tuple[tuple[Any, ...], list[int], list[int]]] = {}
-        self._looked: dict[tuple[int, str | None], int] = {}  # by connection: as of which change of the file
 
     def find(self, connection: sqlite3.Connection, kind: str | None) -> tuple[list[int], list[int]]:
         """Return rows of rollouts, oldest first, and the cumulative number of samples."""
-        [(changes,)] = connection.execute("PRAGMA data_version")
-        known = self._made.get(kind)
-        if known is not None and self._looked.get((id(connection), kind)) == changes:
-            return known[1], known[2]
         where, values = ("WHERE kind = ?", (kind,)) if kind else ("", ())
         state = connection.execute(
             f"SELECT count(*), max(id), sum(pruned), sum(num_samples) FROM rollouts {where}", values
         ).fetchone()
+        known = self._made.get(kind)
         if known is None or known[0] != state:
             rows = connection.execute(
                 f"SELECT id, CASE WHEN pruned THEN 0 ELSE num_samples END FROM rollouts {where} "
@@ -133,7 +118,6 @@ class Positions:
             ).fetchall()
             ends = list(itertools.accumulate(count for _, count in rows))
             known = self._made[kind] = (state, [row for row, _ in rows], ends)
-        self._looked[id(connection), kind] = changes
         return known[1], known[2]
 
 
@@ -309,8 +293,21 @@ def one(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
         "mask": tokens.loss_mask,
         "versions": tokens.versions,
         "advantage": None if advantage is None else {"value": advantage.value, "tokens": advantage.tokens},
+        "turns": tokens.turns,
+        "episode": _episode(connection, answer["group_row"], tokens.execution) if tokens.turns else [],
         "siblings": _siblings(connection, answer["group_row"]),
     }
+
+
+def _episode(connection: sqlite3.Connection, group_row: int, execution: int | None) -> list[dict[str, Any]]:
+    """Return the samples of one episode, which is one sample for each branch of its tree of turns."""
+    rows = connection.execute(
+        "SELECT id, reward FROM samples WHERE group_row = ? AND execution = ? ORDER BY id LIMIT 64",
+        (group_row, execution),
+    )
+    return [
+        {"id": row, "reward": reward, "turns": read_tokens(connection, row).turns} for row, reward in rows
+    ]
 
 
 def _texts(connection: sqlite3.Connection, ids: list[int]) -> dict[int, str]:

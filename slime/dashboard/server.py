@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -15,17 +17,18 @@ from slime import __version__
 from slime.catalog.actions import ACTIONS
 from slime.dashboard import logs, sample_pages, timeline
 from slime.dashboard.access import Access
+from slime.dashboard.distributions import distributions
 from slime.dashboard.live import Watch
-from slime.dashboard.run_folder import RUNNING, RunFolder, action_as_dict, explain
-from slime.dashboard.static_files import load_static, respond
+from slime.dashboard.run_folder import RUNNING, RunFolder, explain
 from slime.dashboard.trouble import trouble_of
 from slime.record import RecordError
 from slime.record.actions import ask, read_actions
 from slime.utils.http_utils import is_loopback
 
+_STATIC = Path(__file__).parent / "static"
 _THREADS = 4
 _MAX_CURVES = 64
-_SHOWN_RUNS = 8
+_SHOWN_RUNS = 32
 _MAX_BODY = 4096
 _WORTH_PACKING = 2000  # bytes
 Answer = Callable[["Page", RunFolder, web.Request], Any]
@@ -36,7 +39,8 @@ class Page:
 
     def __init__(self, runs: Mapping[str, RunFolder], access: Access, *, may_act: bool = True):
         self.runs, self.access, self.may_act = runs, access, may_act
-        self.static = load_static()
+        self._files = {f"/{file.relative_to(_STATIC).as_posix()}": file for file in _STATIC.rglob("*")}
+        self._files["/"] = _STATIC / "index.html"
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "page")
         self._watch = Watch(runs)
 
@@ -47,8 +51,9 @@ class Page:
         app.router.add_post("/api/runs/{run}/actions", self._act)
         for path, answer in _ANSWERS.items():
             app.router.add_get("/api/runs/{run}" + path, self._answering(answer))
-        for path in self.static:
-            app.router.add_get(path, self._file)
+        for path, file in self._files.items():
+            if file.is_file():
+                app.router.add_get(path, self._file)
         app.on_startup.append(self._warm_up)
         return app
 
@@ -57,19 +62,15 @@ class Page:
         for run in self.runs.values():
             self._threads.submit(run.curves.read)
 
-    def shown_at_first(self) -> list[str]:
-        """Return the runs that are selected at first: all, up to the number that a chart can show."""
-        return list(self.runs)[:_SHOWN_RUNS]
-
-    async def _file(self, request: web.Request) -> web.Response:
-        return respond(request, self.static[request.path])
+    async def _file(self, request: web.Request) -> web.FileResponse:
+        return web.FileResponse(self._files[request.path], headers={"Cache-Control": "no-cache"})
 
     async def _list_runs(self, request: web.Request) -> web.Response:
         def read() -> dict[str, Any]:
             return {
                 "version": __version__,
                 "runs": [run.summary() for run in self.runs.values()],
-                "shown": self.shown_at_first(),
+                "shown": list(self.runs)[:_SHOWN_RUNS],  # the runs that are selected at first
                 "may_act": self.may_act,
                 "actions": {name: {**asdict(row), "high": None} for name, row in ACTIONS.items()},
             }
@@ -96,9 +97,7 @@ class Page:
             try:
                 found = work()
                 status = 404 if found is None else 200
-            except OverflowError:
-                found, status = {"error": "a number is too large"}, 400
-            except (RecordError, ValueError, OSError) as error:
+            except (RecordError, ValueError, OSError, OverflowError) as error:
                 found, status = {"error": str(error)}, 400
             # The token leaves this process in no answer, whatever file it stands in.
             return status, json.dumps(found, default=str).replace(self.access.token, logs.HIDDEN).encode()
@@ -162,39 +161,27 @@ def _samples(page: Page, run: RunFolder, request: web.Request) -> Any:
         return sample_pages.page(connection, wanted, positions, offset=offset, limit=limit, after=after)
 
 
-def _sample(page: Page, run: RunFolder, request: web.Request) -> Any:
-    with run.record() as connection:
-        return sample_pages.one(connection, int(request.match_info["row"]))
+def _of_record(query: Callable[[sqlite3.Connection, web.Request], Any]) -> Answer:
+    """Answer with what a query finds in the record."""
+
+    def answer(page: Page, run: RunFolder, request: web.Request) -> Any:
+        with run.record() as connection:
+            return query(connection, request)
+
+    return answer
 
 
-def _steps(page: Page, run: RunFolder, request: web.Request) -> Any:
-    with run.record() as connection:
-        return sample_pages.steps_of(connection, request.query.get("kind", "train"))
+def _kind(request: web.Request) -> str:
+    return request.query.get("kind", "train")
 
 
-def _history(page: Page, run: RunFolder, request: web.Request) -> Any:
-    with run.record() as connection:
-        return sample_pages.history(connection, int(request.match_info["hash"]))
-
-
-def _prompts(page: Page, run: RunFolder, request: web.Request) -> Any:
-    with run.record() as connection:
-        return sample_pages.repeated_prompts(connection, request.query.get("kind", "train"))
-
-
-def _outcomes(page: Page, run: RunFolder, request: web.Request) -> Any:
-    with run.record() as connection:
-        return sample_pages.outcomes(connection)
-
-
-def _timeline(page: Page, run: RunFolder, request: web.Request) -> Any:
-    with run.record() as connection:
-        known = timeline.steps_with_spans(connection)
-        if known["last"] is None:
-            return {**known, "lanes": [], "left_out": 0}
-        last = int(request.query.get("to", request.query.get("step", known["last"])))
-        first = int(request.query.get("from", last))
-        return {**known, **timeline.spans_of(connection, first, last), "from": first, "to": last}
+def _timeline(connection: sqlite3.Connection, request: web.Request) -> Any:
+    known = timeline.steps_with_spans(connection)
+    if known["last"] is None:
+        return {**known, "lanes": [], "left_out": 0}
+    last = int(request.query.get("to", request.query.get("step", known["last"])))
+    first = int(request.query.get("from", last))
+    return {**known, **timeline.spans_of(connection, first, last), "from": first, "to": last}
 
 
 def _log(page: Page, run: RunFolder, request: web.Request) -> Any:
@@ -205,25 +192,25 @@ def _log(page: Page, run: RunFolder, request: web.Request) -> Any:
     return logs.read_log(file, int(end) if end else None, request.query.get("q", ""), page.access.token)
 
 
-def _actions(page: Page, run: RunFolder, request: web.Request) -> Any:
-    with run.record() as connection:
-        return [action_as_dict(row) for row in read_actions(connection)[-200:]]
-
-
 _ANSWERS: dict[str, Answer] = {
     "": lambda page, run, request: {**run.details(), "trouble": trouble_of(run)},
     "/record": lambda page, run, request: run.record_facts(),
     "/metrics": _metrics,
     "/curves": _curves,
     "/samples": _samples,
-    "/samples/{row:[0-9]+}": _sample,
-    "/steps": _steps,
-    "/prompts": _prompts,
-    "/prompts/{hash:-?[0-9]+}": _history,
-    "/outcomes": _outcomes,
-    "/timeline": _timeline,
+    "/samples/{row:[0-9]+}": _of_record(lambda db, asked: sample_pages.one(db, int(asked.match_info["row"]))),
+    "/steps": _of_record(lambda db, asked: sample_pages.steps_of(db, _kind(asked))),
+    "/prompts": _of_record(lambda db, asked: sample_pages.repeated_prompts(db, _kind(asked))),
+    "/prompts/{hash:-?[0-9]+}": _of_record(
+        lambda db, asked: sample_pages.history(db, int(asked.match_info["hash"]))
+    ),
+    "/distributions": _of_record(
+        lambda db, asked: distributions(db, _kind(asked), asked.query.get("dataset") or None)
+    ),
+    "/outcomes": _of_record(lambda db, asked: sample_pages.outcomes(db)),
+    "/timeline": _of_record(_timeline),
     "/settings": lambda page, run, request: run.settings(),
     "/logs": lambda page, run, request: logs.log_files(run.path),
     "/logs/{name}": _log,
-    "/actions": _actions,
+    "/actions": _of_record(lambda db, asked: [asdict(row) for row in read_actions(db)[-200:]]),
 }

@@ -53,7 +53,7 @@ def _ending(run: RunFolder) -> list[dict[str, Any]]:
     found, record = [], run.run
     if run.state not in (RUNNING, "finished") and not run.state.startswith("stopped"):
         title = (
-            "The run was lost: its process ended without a word"
+            "The run was lost: its process ended without a final state"
             if run.state == LOST
             else f"Ended: {run.state}"
         )

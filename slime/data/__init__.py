@@ -1,1 +1,1 @@
-"""Prompts: reading files, turning rows into samples, and the order in which an epoch visits them."""
+"""Prompts: reads files, turns rows into samples, and orders them in each epoch."""

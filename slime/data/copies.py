@@ -1,4 +1,4 @@
-"""Prompt files that lie elsewhere (`https://`, `s3://`, ...): each process that reads copies them once."""
+"""Fetches remote prompt files (`https://`, `s3://`, ...), once per process."""
 
 import functools
 import shutil
@@ -10,12 +10,12 @@ from slime.catalog.datasets import is_url
 
 
 def local_path(source: str) -> Path:
-    """Where the bytes of a file lie on this machine."""
+    """Return the local path of a file; a remote one is fetched first."""
     return _copy_of(source) if is_url(source) else Path(source).expanduser()
 
 
 def forget_copies() -> None:
-    """What is asked for from now on is fetched anew: a new run in this process begins."""
+    """Forget all fetched copies, because a new run starts in this process."""
     _copy_of.cache_clear()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.data.media import bare_messages
 from slime.data.mix import mix64
-from slime.data.prompt_rows import PromptFormat, check_row, row_to_sample
+from slime.data.prompt_rows import PromptFormat, read_fields, row_to_sample
 from slime.data.prompt_sources import read_file, read_rows
 from slime.utils.media.image_tokens import encoder_of
 from slime.utils.types import Sample
@@ -154,4 +154,4 @@ class Dataset:
 def check_prompt_file(path: str | Iterable[str], fmt: PromptFormat, *, max_rows: int) -> None:
     """Check that the first rows can become samples, at little more than the cost of reading them."""
     for place, row in itertools.islice(read_rows(path), max_rows):
-        check_row(row, fmt, where=place)
+        read_fields(row, fmt, place)

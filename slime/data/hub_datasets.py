@@ -37,7 +37,7 @@ def _load(source: str, name: str, config: str | None) -> Any:
     try:
         import datasets  # an extra: takes seconds to import
     except ImportError as error:
-        raise ValueError(f"{source}: it needs the package datasets: pip install 'slime[hf]'.") from error
+        raise ValueError(f"{source}: it needs the package datasets: pip install 'slime-rl[hf]'.") from error
     folder = Path(name).expanduser()
     saved = any((folder / file).exists() for file in ("dataset_dict.json", "state.json"))
     try:

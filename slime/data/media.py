@@ -1,41 +1,31 @@
-"""Pictures of a row: put into the messages of its prompt, and read."""
+"""Inserts the pictures of a row into the messages of its prompt, and loads them."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slime.data.prompt_sources import Place, Row
 from slime.utils.media.pictures import NotAnImage, open_picture
-from slime.utils.types import MultimodalTypes
 
 Message = dict[str, Any]
-_IMAGE = MultimodalTypes.IMAGE
+_IMAGE = "image"
+_PLACEHOLDER = f"<{_IMAGE}>"
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 
 
 def fill_media(
     messages: list[Message], row: Row, keys: Mapping[str, str], *, where: object = "row"
 ) -> list[Message]:
-    """Replace `<image>`-like placeholders in messages by the row's media, in order; counts must match."""
-    queues: dict[str, list[Any]] = {}
-    types: dict[str, str] = {}
-    for name, column in keys.items():
-        kind = MultimodalTypes.get(name)
-        if kind is None:
-            raise ValueError(
-                f"--multimodal-keys names {name!r}; known are {[t.name for t in MultimodalTypes.all()]}."
-            )
-        queues[kind.placeholder] = _items(row.get(column))
-        types[kind.placeholder] = kind.name
-    counts = {placeholder: len(items) for placeholder, items in queues.items()}
-    pattern = re.compile("(" + "|".join(re.escape(placeholder) for placeholder in queues) + ")")
-    filled = [_fill_message(message, pattern, queues, types, counts, where) for message in messages]
-    left = {types[p]: len(items) for p, items in queues.items() if items}
-    if left:
+    """Replace `<image>` in messages by the row's images, in order; counts must match."""
+    if list(keys) != [_IMAGE]:
+        raise ValueError(f"--multimodal-keys is {dict(keys)}: only a column of images is read.")
+    images = _items(row.get(keys[_IMAGE]))
+    count = len(images)
+    filled = [_fill_message(message, images, count, where) for message in messages]
+    if images:
         raise ValueError(
-            f"{where}: more media than placeholders in the prompt; left over: {left}. Write one "
-            f"{' or '.join(queues)} for each."
+            f"{where}: more media than placeholders in the prompt; {len(images)} images are left over. Write "
+            f"one {_PLACEHOLDER} for each."
         )
     return filled
 
@@ -48,36 +38,27 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _fill_message(
-    message: Message,
-    pattern: re.Pattern[str],
-    queues: dict[str, list[Any]],
-    types: dict[str, str],
-    counts: dict[str, int],
-    where: object,
-) -> Message:
-    content = message.get("content")
-    if not isinstance(content, str) or not pattern.search(content):
+def _fill_message(message: Message, images: list[Any], count: int, where: object) -> Message:
+    """Take the images that the message shows out of `images`, of which the row has `count`."""
+    content, placeholder = message.get("content"), _PLACEHOLDER
+    if not isinstance(content, str) or placeholder not in content:
         return message
     parts = []
-    for piece in pattern.split(content):
-        if piece in queues:
-            if not queues[piece]:
-                raise ValueError(
-                    f"{where}: more {piece} placeholders than items of that kind; the row has "
-                    f"{counts[piece]}."
-                )
-            parts.append(_part(queues[piece].pop(0), types[piece]))
-        elif piece:
-            parts.append({"type": "text", "text": piece})
+    for number, text in enumerate(content.split(placeholder)):
+        if number and not images:
+            raise ValueError(f"{where}: more {placeholder} placeholders than images; the row has {count}.")
+        if number:
+            parts.append(_part(images.pop(0)))
+        if text:
+            parts.append({"type": "text", "text": text})
     return {**message, "content": parts}
 
 
-def _part(item: Any, kind: str) -> Message:
+def _part(item: Any) -> Message:
     """A part of a message: an item that is one already stays, with bounds on its pixels, say."""
     if not isinstance(item, dict):
-        return {"type": kind, kind: item}
-    return item if "type" in item else {"type": kind, **item}
+        return {"type": _IMAGE, _IMAGE: item}
+    return item if "type" in item else {"type": _IMAGE, **item}
 
 
 def read_pictures(messages: Any, keys: Mapping[str, str], where: object) -> dict[str, list[Any]] | None:
@@ -85,7 +66,7 @@ def read_pictures(messages: Any, keys: Mapping[str, str], where: object) -> dict
     if not isinstance(messages, list):
         raise ValueError(f"{where}: a model with a processor needs the prompt as a list of messages.")
     folder = Path(where.path).parent if isinstance(where, Place) else None
-    column = keys.get(_IMAGE.name)
+    column = keys.get(_IMAGE)
     images: list[Any] = []
     for message in messages:
         content = message.get("content")

@@ -1,4 +1,4 @@
-"""The integer mixer behind all that must look random but be reproducible: epoch orders, sampling seeds."""
+"""The integer hash for reproducible pseudo-randomness: epoch orders and sampling seeds."""
 
 _MASK = (1 << 64) - 1
 

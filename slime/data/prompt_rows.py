@@ -1,4 +1,4 @@
-"""Turn one row of a prompt file into a Sample: keys, chat template, tools and media."""
+"""Turns one row of a prompt file into a Sample: keys, chat template, tools and media."""
 
 import contextlib
 import datetime
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.data.media import bare_messages, fill_media, read_pictures
+from slime.data.prompt_files import parse_json
 from slime.data.prompt_sources import Row
 from slime.data.row_checks import PromptUse, check_label, check_messages, check_prompt
-from slime.data.strict_json import parse_json
 from slime.utils.column_rewards import PROMPT, ColumnsAsked
 from slime.utils.mask_utils import find_dropped_message
 from slime.utils.templates import template_parts
@@ -25,7 +25,7 @@ _SHOWN = 20  # column names in a message
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How the rows of one dataset are read. A key that is None is not used."""
+    """Options of reading the rows of one dataset. A key that is None is not used."""
 
     input_key: str = "input"
     label_key: str | None = None
@@ -51,15 +51,10 @@ class PromptFormat:
         return self.apply_chat_template or bool(self.multimodal_keys)
 
 
-def check_row(row: Row, fmt: PromptFormat, *, where: object = "row") -> None:
-    """Check that `row_to_sample` will take a row, as far as can be said without a tokenizer."""
-    _read_fields(row, fmt, where)
-
-
-def _read_fields(
+def read_fields(
     row: Row, fmt: PromptFormat, where: object
 ) -> tuple[Any, Any, dict[str, Any], list[Any] | None]:
-    """Prompt, label, metadata and tools, checked."""
+    """Return prompt, label, metadata and tools of a row, checked as far as possible without a tokenizer."""
     if fmt.prompt_template is None:
         prompt = _get(row, fmt.input_key, "--input-key", where)
     else:
@@ -97,7 +92,7 @@ def row_to_sample(
     row: Row, fmt: PromptFormat, tokenizer: Any = None, processor: Any = None, *, where: object = "row"
 ) -> Sample:
     """One row -> one PENDING sample without index; `where` names the row in error messages."""
-    prompt, label, metadata, tools = _read_fields(row, fmt, where)
+    prompt, label, metadata, tools = read_fields(row, fmt, where)
     if tools is not None:
         metadata["tools"] = tools
     if isinstance(prompt, str) and fmt.as_messages:
@@ -212,7 +207,7 @@ def _kept_columns(row: Row, fmt: PromptFormat, where: object) -> dict[str, Any]:
 
 
 def _columns_for_reward(row: Row, fmt: PromptFormat, prompt: Any, where: object) -> dict[str, Any]:
-    """What a reward in TRL's signature asks for, and the messages that a chat template will make text of."""
+    """Return the columns that a reward in TRL's signature reads, and messages for the chat template."""
     asked = fmt.reward_columns
     if asked is None:
         return {}
@@ -255,8 +250,6 @@ def _read_tools(row: Row, key: str | None, where: object) -> list[Any] | None:
     if value is None:
         return None
     value = _parse_json(value, key, where)
-    if hasattr(value, "tolist"):
-        value = value.tolist()
     if not isinstance(value, list):
         raise ValueError(
             f"{where}: {key!r} (--tool-key) must be a list of tools, found {type(value).__name__}."

@@ -1,4 +1,4 @@
-"""Read prompts: of one source or several, of any format, whole or as a `path@[a:b]` slice of rows."""
+"""Reads prompts from one source or several, in any format, whole or as a `path@[a:b]` slice of rows."""
 
 import itertools
 import re
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.groups.run import files_of_words
 from slime.catalog.datasets import format_of, is_url, why_unreadable
 from slime.utils.misc import load_function
 
@@ -17,7 +18,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a row stands, for messages; lines and rows count from 1, blank lines included."""
+    """Position of a row, for messages; lines and rows count from 1, blank lines included."""
 
     path: str
     unit: str  # line or row
@@ -28,15 +29,6 @@ class Place:
 
 
 PlacedRows = Iterator[tuple[Place, Row]]
-
-
-def split_paths(spec: str | Iterable[str]) -> list[str]:
-    """The files of a list, or of one string with commas; an existing path with a comma stays whole."""
-    if not isinstance(spec, str):
-        return [path for one in spec for path in split_paths(one)]
-    if Path(parse_slice(spec)[0]).expanduser().exists():
-        return [spec]
-    return [part.strip() for part in spec.split(",") if part.strip()]
 
 
 def parse_slice(spec: str) -> tuple[str, int | None, int | None]:
@@ -61,7 +53,7 @@ def read_file(spec: str | Iterable[str]) -> Iterator[Row]:
 
 def read_rows(spec: str | Iterable[str]) -> PlacedRows:
     """Yields each row with its place in the file, whatever slice of it is read."""
-    for path in split_paths(spec):
+    for path in files_of_words(spec if isinstance(spec, str) else list(spec)):
         yield from _read_one(path)
 
 

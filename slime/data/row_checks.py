@@ -1,4 +1,4 @@
-"""What a prompt and a label may be, by who reads them; a refusal names the row, the key and the fix."""
+"""Validates prompts and labels of rows; an error names the row, the key and the fix."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content")
 
 
 class PromptUse(Enum):
-    """Who reads a dataset's prompts."""
+    """The part of the program that reads a dataset's prompts; it decides which forms of prompt are valid."""
 
     ENGINE = "the engine: text, or messages that the chat template makes text of"
     CONVERSATION = "supervised training: messages"

@@ -1,1 +1,1 @@
-"""Inference engines: processes that serve the wire protocol; how they are started, grouped and routed to."""
+"""Starts and watches inference engines (processes that serve the wire protocol), and routes requests."""

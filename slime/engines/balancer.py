@@ -1,14 +1,13 @@
-"""A small load balancer for installs without SGLang's router: the engine with the fewest requests is next.
+"""A small load balancer for installs without SGLang's router; it picks the engine with the fewest requests.
 
-It runs on the loop of the process that owns the engines. A session key pins a conversation to one engine,
-whose prefix cache knows it. A request whose engine refuses the connection, answers 5xx or is taken out of
-rotation is sent to another one; with none left it waits. It forwards the endpoints that generate, and none
-that control an engine.
+It runs on the event loop of the process that owns the engines. A session key pins a conversation to the
+engine whose prefix cache holds it. A request whose engine refuses the connection, responds with 5xx or leaves
+the rotation is sent to another engine; if none is left it waits. Only endpoints that generate are forwarded,
+not endpoints that control an engine.
 
-An engine that breaks while it works on a request may have been broken by it, so the request goes back to that
-engine, when it is there again, and to no other; when it breaks a second time the request is given up. Only
-requests that were in company, and are therefore less suspect, may go to one other engine when theirs does not
-come back for long.
+A request may be the cause when its engine crashes, so it goes back to that engine after the restart, and to
+another one only if the engine stays down for long. A request during which an engine crashes a second time is
+given up.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import functools
 import json
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, ch
 from slime.utils.async_utils import run
 from slime.utils.browser_guard import browser_guard, names_of_this_machine
 from slime.utils.http_utils import ANSWERED_BY, get_session, with_token
-from slime.utils.machine.open_files import raise_limit, refusing_too_many
+from slime.utils.machine.open_files import raise_limit
 from slime.wire.client import SESSION_HEADER
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ _MAX_SESSIONS = 100_000  # the longest unused ones are forgotten
 _ALL_REFUSED_PAUSE_S = 0.2
 _DYING_PAUSE_S = 1.0  # an engine on its way out may take a connection for a moment
 _LAST_WORDS_S = 0.05
-_RETURN_PATIENCE_S = 30.0  # of requests that were in company when their engine broke
+_RETURN_PATIENCE_S = 30.0  # how long a request waits for the engine that broke under it
 _HOP_HEADERS = frozenset(
     {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "expect", "origin"}
 )
@@ -61,7 +60,7 @@ _NOT_REACHED = aiohttp.ClientConnectorError  # it saw nothing of the request
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A whole answer of an engine."""
+    """A complete HTTP response of an engine."""
 
     status: int
     body: bytes
@@ -80,7 +79,7 @@ _Delivery = Callable[[str, aiohttp.ClientResponse], Awaitable[_Told]]
 
 @dataclass(frozen=True, slots=True)
 class _Errand:
-    """One request on its way. `deadline`: when a wait for an engine ends."""
+    """One forwarded request. `deadline`: when a wait for an engine ends."""
 
     path: str
     body: bytes
@@ -89,11 +88,8 @@ class _Errand:
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Broke:
-    """The engine broke after it had got the request. `alone`: it worked on nothing else."""
-
-    alone: bool
+class _EngineBroke(Exception):
+    """The engine crashed after it had received the request."""
 
 
 class Balancer:
@@ -108,8 +104,6 @@ class Balancer:
     ):
         # The requests at each engine; they end with their answers, and before that when the engine leaves.
         self._running: dict[str, set[asyncio.Timeout]] = {url: set() for url in urls}
-        # Requests under which an engine broke, in its present life.
-        self._num_broken: Counter[str] = Counter()
         self._session_home: OrderedDict[str, str] = OrderedDict()
         self._no_engine_timeout_s = no_engine_timeout_s
         self._middlewares = tuple(middlewares)
@@ -123,7 +117,7 @@ class Balancer:
         app.router.add_get("/workers", self._workers)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/{path:.*}", refusing_too_many(self._handle, files_each=2))
+        app.router.add_post("/{path:.*}", self._handle)
         # A client that hangs up cancels its handler, which ends the request at the engine.
         self._runner = web.AppRunner(app, access_log=None, auto_decompress=False, handler_cancellation=True)
         await self._runner.setup()
@@ -152,7 +146,6 @@ class Balancer:
 
     async def _add(self, url: str) -> None:
         self._running.setdefault(url, set())
-        self._num_broken.pop(url, None)
 
     async def _remove(self, url: str) -> None:
         running = self._running.pop(url, set())
@@ -173,16 +166,16 @@ class Balancer:
         payload = _json_object(body) if self._middlewares else None
         if payload is None or payload.get("stream"):
             deliver = functools.partial(_pass_on, request)
-            told = await self._send_somewhere(path, body, headers, deliver)
-            if isinstance(told, web.StreamResponse):
-                return told
-            headers = {"Content-Type": told.kind, **_signed(told.url)}
-            return web.Response(body=told.body, status=told.status, headers=headers)
+            reply = await self._send_somewhere(path, body, headers, deliver)
+            if isinstance(reply, web.StreamResponse):
+                return reply
+            headers = {"Content-Type": reply.kind, **_signed(reply.url)}
+            return web.Response(body=reply.body, status=reply.status, headers=headers)
         routed = await chain(self._middlewares, self._forward)(RouterRequest(f"/{path}", payload, headers))
         return web.json_response(routed.payload, status=routed.status)
 
     async def _forward(self, request: RouterRequest) -> RouterAnswer:
-        """What the innermost middleware calls."""
+        """Send a request to an engine; the innermost middleware calls this."""
         body = json.dumps(request.payload).encode()
         headers = {**request.headers, "Content-Type": "application/json"}
         answer = await self._send_somewhere(request.path.lstrip("/"), body, headers, _read)
@@ -212,9 +205,10 @@ class Balancer:
                 await asyncio.sleep(_ALL_REFUSED_PAUSE_S)
                 continue
             tried.add(url)
-            answer = await self._try(url, errand)
-            if isinstance(answer, _Broke):
-                answer = _given_up(url) if is_suspect else await self._send_back(url, errand, answer.alone)
+            try:
+                answer = await self._try(url, errand)
+            except _EngineBroke:
+                answer = _given_up(url) if is_suspect else await self._send_back(url, errand)
                 is_suspect = True
             if isinstance(answer, _Answer) and answer.status >= 500:
                 # A sick engine fails fast, so it would always be the least busy one and draw every request.
@@ -222,18 +216,19 @@ class Balancer:
             elif answer is not None:
                 return answer
 
-    async def _send_back(self, url: str, errand: _Errand, alone: bool) -> _Told | None:
+    async def _send_back(self, url: str, errand: _Errand) -> _Told | None:
         """Send a request again to the engine that broke under it. None: it stays away; ask another."""
-        patience = errand.deadline if alone else min(errand.deadline, time.monotonic() + _RETURN_PATIENCE_S)
+        patience = min(errand.deadline, time.monotonic() + _RETURN_PATIENCE_S)
         await asyncio.sleep(_DYING_PAUSE_S)
         while True:
-            answer = await self._try(url, errand) if url in self._running else None
-            if isinstance(answer, _Broke):
+            try:
+                answer = await self._try(url, errand) if url in self._running else None
+            except _EngineBroke:
                 return _given_up(url)
             if answer is not None and not (isinstance(answer, _Answer) and answer.status >= 500):
                 return answer
             if time.monotonic() >= patience:
-                return _given_up(url) if alone else None
+                return None
             await asyncio.sleep(_ALL_REFUSED_PAUSE_S)
 
     def _choose(self, session: str | None, tried: set[str]) -> str | None:
@@ -249,8 +244,8 @@ class Balancer:
                 self._session_home.popitem(last=False)
         return url
 
-    async def _try(self, url: str, errand: _Errand) -> _Told | _Broke | None:
-        """Sends a request to one engine; None where it was not reached, or left before it answered."""
+    async def _try(self, url: str, errand: _Errand) -> _Told | None:
+        """Send a request to one engine; None where it was not reached, or left before it answered."""
         running, visit = self._running[url], asyncio.timeout(None)
         running.add(visit)
         target = f"{url}/{errand.path}"
@@ -264,13 +259,8 @@ class Balancer:
         except _BROKEN as error:
             if visit.expired():
                 return None
-            # All requests of an engine that dies come here one by one: the first
-            # finds the others, those find its count.
-            alone = running <= {visit} and not self._num_broken[url]
-            self._num_broken[url] += 1
-            if self._num_broken[url] == 1:
-                logger.warning("engine %s broke at work (%s: %s)", url, type(error).__name__, error)
-            return _Broke(alone)
+            logger.debug("engine %s broke at work (%s: %s)", url, type(error).__name__, error)
+            raise _EngineBroke from error
         finally:
             running.discard(visit)
 
@@ -278,7 +268,7 @@ class Balancer:
         return web.json_response({"workers": [{"id": url, "url": url} for url in self._running]})
 
     async def _models(self, request: web.Request) -> web.Response:
-        """What the first engine that answers serves: all serve the same."""
+        """Return the models of the first engine that responds; all engines serve the same."""
         for url in list(self._running):
             target = f"{url}/v1/models"
             try:
@@ -315,7 +305,7 @@ async def _pass_on(request: web.Request, url: str, response: aiohttp.ClientRespo
             async for chunk in response.content.iter_any():
                 await _to_client(stream.write(chunk))
             await _to_client(stream.write_eof())
-        except _ClientLeft as left:  # not the engine's fault, and nobody is there to be told
+        except _ClientLeft as left:  # not the engine's fault, and the client is gone
             logger.debug("a client of %s left before the end of its stream: %s", url, left)
         except (*_BROKEN, asyncio.CancelledError) as error:
             # A client that has read a part cannot be served by another engine: it sees the stream break.
@@ -326,7 +316,7 @@ async def _pass_on(request: web.Request, url: str, response: aiohttp.ClientRespo
 
 
 class _ClientLeft(Exception):
-    """Whoever asked reads no further."""
+    """The client has closed its connection."""
 
 
 async def _to_client(write: Awaitable[object]) -> None:
@@ -337,7 +327,7 @@ async def _to_client(write: Awaitable[object]) -> None:
 
 
 def _signed(url: str) -> dict[str, str]:
-    """Tells the client which engine it was; empty: none."""
+    """Headers that name the engine for the client; empty: no engine."""
     return {ANSWERED_BY: url} if url else {}
 
 
@@ -346,7 +336,7 @@ def _given_up(url: str) -> _Answer:
     message = (
         f"engine {url} broke while it worked on this request, so it is sent to no other; see the engine's log"
     )
-    logger.error("given up on a request: %s", message)
+    logger.error("A request is given up: %s", message)
     return _Answer.error(422, message)
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.liveness import stacks, waits
+from slime.liveness import waits
 from slime.liveness.heartbeat import ENGINE_PATH
 from slime.liveness.vital_signs import Signs, signs_of_group
 from slime.utils import http_utils
@@ -27,17 +25,13 @@ _PORT_PATIENCE_S = 30.0
 Command = Callable[[int, Path, int], list[str]]
 
 
-class EngineStartError(RunStopped):
-    """An engine process ended, or did not respond, before it served."""
-
-
 class MachineLost(RunStopped):
     """The machine with the engine's devices is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How to start one engine. `command` gets the port (0: any), the ready file and the life pipe's fd."""
+    """Instructions to start an engine. `command` gets the port (0: any), ready file and life pipe's fd."""
 
     name: str
     command: Command
@@ -52,7 +46,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """An engine that serves: address and process. `bootstrap_port`: of one that prefills for others."""
+    """Address and process of a ready engine. `bootstrap_port`: port of a prefill engine in disaggregation."""
 
     host: str
     port: int
@@ -65,10 +59,9 @@ class Serving:
 
 
 class EngineServer:
-    """The process and its address. The port is kept over restarts, so that clients need not learn a new one.
+    """An engine process and its address. The port is kept over restarts, so that clients can keep theirs.
 
-    `port`: that of an earlier life which somebody else owned; 0: any.
-    Lives on the machine of the engine's devices.
+    `port`: the port of an earlier process of this engine; 0: any. The object lives on the engine's machine.
     """
 
     def __init__(self, plan: LaunchPlan, port: int = 0):
@@ -78,7 +71,7 @@ class EngineServer:
         self._held_port: socket.socket | None = None
         self._process: Child | None = None
         self._life = LifePipe()
-        self._ready_file: Path | None = None
+        self._ready_file = plan.log_path.with_suffix(".ready")  # there once it serves, until it is read
 
     @property
     def url(self) -> str:
@@ -97,9 +90,7 @@ class EngineServer:
         if self._process is not None:
             kill_group(self._process)  # what an earlier life may have left
         self._take_port()
-        self._drop_ready_file()  # of a start that failed
-        folder = Path(tempfile.mkdtemp(prefix="slime-engine-"))
-        self._ready_file = folder / "ready.json"
+        self._ready_file.unlink(missing_ok=True)  # of a start that failed
         command = self.plan.command(self.port, self._ready_file, self._life.read_fd)
         # In its environment, where other users of the machine cannot read it.
         token = {http_utils.TOKEN_VARIABLE: self.plan.token} if self.plan.token is not None else {}
@@ -123,7 +114,7 @@ class EngineServer:
                     _PORT_PATIENCE_S,
                 )
             except waits.WaitTimeout as error:
-                raise EngineStartError(
+                raise RunStopped(
                     f"port {self.port} of {self.plan.name} was taken by another program while the engine was "
                     "down, and clients know no other: end that program, or start the run again with --load"
                 ) from error
@@ -134,7 +125,6 @@ class EngineServer:
 
     def wait_ready(self) -> str:
         """Wait until it serves; returns its address."""
-        assert self._ready_file is not None, "wait_ready before launch"
         try:
             waits.until(
                 self._is_ready,
@@ -144,10 +134,10 @@ class EngineServer:
                 interval_s=0.02,
             )
         except waits.WaitTimeout as error:
-            raise EngineStartError(f"{error} (--timeouts engine-start); {self._last_words()}") from None
+            raise RunStopped(f"{error} (--timeouts engine-start); {self._last_words()}") from None
         facts = json.loads(self._ready_file.read_text())
         self.port, self.bootstrap_port = facts["port"], facts.get("bootstrap_port")
-        self._drop_ready_file()
+        self._ready_file.unlink()
         http_utils.authorize(self.url, self.plan.token)
         return self.url
 
@@ -162,18 +152,10 @@ class EngineServer:
             self._process.wait()
         return self.describe_end()
 
-    def is_there(self) -> None:
-        """Do nothing: a caller learns from the reply that the host of this engine responds."""
-
-    def _drop_ready_file(self) -> None:
-        if self._ready_file is not None:
-            shutil.rmtree(self._ready_file.parent, ignore_errors=True)
-            self._ready_file = None
-
     def _is_ready(self) -> bool:
         if not self.alive():
-            raise EngineStartError(f"{self.plan.name} {self.describe_end()}")
-        return self._ready_file is not None and self._ready_file.exists()
+            raise RunStopped(f"{self.plan.name} {self.describe_end()}")
+        return self._ready_file.exists()
 
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -190,12 +172,8 @@ class EngineServer:
     def _last_words(self) -> str:
         lines = self.plan.log_path.read_text(errors="replace").splitlines()
         # Some servers log every question.
-        told = [line[:_LOG_LINE_CHARACTERS] for line in lines if f"GET {ENGINE_PATH} " not in line]
-        return "\n".join([f"last lines of {self.plan.log_path}:", *told[-_LOG_TAIL_LINES:]])
-
-    def dump_stacks(self) -> None:
-        if self._process is not None:
-            stacks.ask([self._process.pid])
+        shown = [line[:_LOG_LINE_CHARACTERS] for line in lines if f"GET {ENGINE_PATH} " not in line]
+        return "\n".join([f"last lines of {self.plan.log_path}:", *shown[-_LOG_TAIL_LINES:]])
 
     def kill(self) -> None:
         if self._process is not None:
@@ -206,7 +184,7 @@ class EngineServer:
         if self._process is not None:
             stop_process(self._process)
             kill_group(self._process)
-        self._drop_ready_file()
+        self._ready_file.unlink(missing_ok=True)
         self._life.close()
         if self._held_port is not None:
             self._held_port.close()

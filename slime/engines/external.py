@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.engines.engine_process import EngineStartError, LaunchPlan
+from slime.engines.engine_process import LaunchPlan
 from slime.liveness import waits
 from slime.utils import http_utils
 from slime.utils.async_utils import run
+from slime.utils.errors import RunStopped
 from slime.utils.models.model_config import read_config
 from slime.wire.control import EngineControl
 from slime.wire.dialects import version_tuple
@@ -24,7 +25,6 @@ _ASK_DEADLINE_S = 20.0
 _LOOK_INTERVAL_S, _LOOK_TIMEOUT_S = 2.0, 2.0
 # What two folders of the same model agree on.
 _CONFIG_KEYS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +121,14 @@ class ExternalServer:
 
     def __init__(self, engine: ExternalEngine, patience_s: float):
         name = f"external engine {urlsplit(engine.url).netloc}"
-        self.plan = LaunchPlan(name, _no_command, {}, Path(), patience_s, worker_type=engine.worker_type)
+        self.plan = LaunchPlan(name, lambda *_: [], {}, Path(), patience_s, worker_type=engine.worker_type)
         self.url, self.bootstrap_port = engine.url, engine.bootstrap_port
         self._in_use = True
         self._answers, self._last_look = True, float("-inf")
 
     def transports(self, info: EngineInfo) -> tuple[str, ...]:
         """Shared memory reaches no other machine."""
-        local = urlsplit(self.url).hostname in _LOOPBACK
+        local = http_utils.is_loopback(urlsplit(self.url).hostname or "")
         return tuple(name for name in info.transports if local or not name.endswith("shared_memory"))
 
     def launch(self) -> None:
@@ -146,16 +146,16 @@ class ExternalServer:
                 interval_s=0.5,
             )
         except waits.WaitTimeout as error:
-            raise EngineStartError(f"{error} (--timeouts engine-start)") from None
+            raise RunStopped(f"{error} (--timeouts engine-start)") from None
         self._in_use = self._answers = True
         self._last_look = time.monotonic()
         return self.url
 
     def alive(self) -> bool:
-        """Whether its port takes connections, asked every few seconds; after a no, false until `wait_ready`.
+        """Return whether the engine's port accepts connections; once it did not, False until `wait_ready`.
 
-        An engine that comes back by itself comes back with the weights it was started with. Several threads
-        ask: a look that found it there must not take back what another one saw meanwhile.
+        An engine that restarts by itself has the weights of its start, so it needs a push first. Several
+        threads ask: a successful check must not undo a failure that another thread has seen meanwhile.
         """
         if self._in_use and self._answers and time.monotonic() - self._last_look > _LOOK_INTERVAL_S:
             parts = urlsplit(self.url)
@@ -169,9 +169,6 @@ class ExternalServer:
     def signs(self) -> None:
         """Return None: its process belongs to its owner and may be on another machine."""
 
-    def dump_stacks(self) -> None:
-        """Do nothing: its process belongs to its owner."""
-
     def describe_end(self) -> str:
         return "was taken out of use" if not self._in_use else f"takes no connection at {self.url}"
 
@@ -180,7 +177,3 @@ class ExternalServer:
 
     def stop(self) -> None:
         """Do nothing: its owner stops it."""
-
-
-def _no_command(port: int, ready_file: Path, life_fd: int) -> list[str]:
-    raise AssertionError("an external engine is never started")

@@ -1,8 +1,7 @@
-"""The engines of one model: started together, watched, and restarted when they die, up to a limit."""
+"""Starts the engines of one model together, watches them, and restarts dead ones up to a limit."""
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import functools
@@ -11,38 +10,30 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from slime.engines.engine_process import LaunchPlan, MachineLost
 from slime.liveness import waits
-from slime.liveness.heartbeat import HttpBeat, watch_servers
+from slime.liveness.heartbeat import ENGINE_PATH, HeartbeatWatch, HttpBeat
 from slime.liveness.vital_signs import Signs
-from slime.utils.async_utils import run
+from slime.utils.async_utils import all_or_none, run
 from slime.utils.errors import RunStopped
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-class EnginesKeepDying(RunStopped):
-    """Too many deaths within the window: restarting again would only hide the cause."""
-
-
-class NoEngineLeft(RunStopped):
-    """No engine serves, and the wait for one is over."""
+_HEARTBEATS = 4  # that an engine is asked for within the limit of its silence
 
 
 @dataclass(frozen=True, slots=True)
 class WatchPolicy:
-    """When an engine counts as dead, and when the run gives up. `probe_interval_s` None: without probes.
+    """Decides when an engine counts as dead, and when the run gives up. `probe_interval_s` None: no probes.
 
-    `silence_limit_s`: how long it may give no sign of life, see `slime.liveness.heartbeat`; None: for ever.
-    `probe_failures`: health questions that must fail in a row. `no_engine_timeout_s` None: a run without any
-    engine waits for as long as they are restarted.
+    `silence_limit_s`: longest time without a heartbeat, see `slime.liveness.heartbeat`; None: no limit.
+    `probe_failures`: number of health probes that must fail in a row. `no_engine_timeout_s` None: a run
+    without any engine waits until a restart succeeds.
     """
 
     restart_limit: int
@@ -74,7 +65,6 @@ class FleetServer(Protocol):
     def alive(self) -> bool: ...
     def signs(self) -> Signs | None: ...  # None: its processes cannot be seen
     def describe_end(self) -> str: ...
-    def dump_stacks(self) -> None: ...  # to its log, where it can
     def kill(self) -> None: ...
     def stop(self) -> None: ...
 
@@ -93,8 +83,16 @@ class EngineFleet:
     pushes go to the engines that serve. `failure` gets the exception that ends the run.
     """
 
-    def __init__(self, servers: Sequence[FleetServer], policy: WatchPolicy):
+    def __init__(
+        self,
+        servers: Sequence[FleetServer],
+        policy: WatchPolicy,
+        *,
+        what: str = "engines",
+        heartbeat_path: str = ENGINE_PATH,
+    ):
         self.servers, self._policy = tuple(servers), policy
+        self._what, self._heartbeat_path = what, heartbeat_path
         self._rotation: Rotation | None = None
         self._expected_version: Callable[[], str | None] = lambda: None
         self._bring_up_to_date: Callable[[str], None] = lambda url: None  # it has loaded all it needs
@@ -111,7 +109,10 @@ class EngineFleet:
         self._last_probe = time.monotonic() + policy.probe_first_wait_s
         self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.num_restarts = 0
-        self._heartbeats = watch_servers(policy.silence_limit_s or math.inf, self._evict_silent)
+        limit_s = policy.silence_limit_s or math.inf
+        self._heartbeats: HeartbeatWatch[HttpBeat] = HeartbeatWatch(
+            limit_s, self._evict_silent, interval_s=limit_s / _HEARTBEATS, warn_after_s=limit_s
+        )
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -156,7 +157,8 @@ class EngineFleet:
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
         if self._policy.silence_limit_s:
             for server in self.servers:
-                self._heartbeats.add(HttpBeat(server, functools.partial(self._owes_heartbeat, server)))
+                owes = functools.partial(self._owes_heartbeat, server)
+                self._heartbeats.add(HttpBeat(server, owes, self._heartbeat_path))
         return self.urls
 
     @contextlib.contextmanager
@@ -177,11 +179,6 @@ class EngineFleet:
 
     def _evict_silent(self, beat: HttpBeat, cause: str) -> None:
         self.evict(beat.server.url, TimeoutError(f"no sign of life for {cause}"))
-
-    def dump_stacks(self) -> None:
-        for server in self.servers:
-            with contextlib.suppress(Exception):  # what hangs may be what is asked
-                server.dump_stacks()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -225,12 +222,12 @@ class EngineFleet:
         while now - self._deaths[0] > self._policy.restart_window_s:
             self._deaths.popleft()
         if len(self._deaths) > self._policy.restart_limit:
-            raise EnginesKeepDying(
-                f"engines died {len(self._deaths)} times within {self._policy.restart_window_s:.0f} s "
+            raise RunStopped(
+                f"{self._what} died {len(self._deaths)} times within {self._policy.restart_window_s:.0f} s "
                 f"(--limits engine-restarts={self._policy.restart_limit}){self._why_evicted}; "
                 f"the last one, {server.plan.name}, {end}"
             ) from self._eviction
-        logger.warning("%s\nrestarting it", self._last_end)
+        logger.warning("%s\nThe engine is being restarted.", self._last_end)
         self._out.append(server)
         try:
             server.launch()
@@ -264,7 +261,7 @@ class EngineFleet:
 
     @property
     def _why_evicted(self) -> str:
-        """Why we killed the engine ourselves, of which its log says nothing."""
+        """Reason why the fleet killed the engine itself, which is not in the engine's log."""
         return f"; the last that was evicted: {self._eviction}" if self._eviction is not None else ""
 
     def _give_up(self, error: Exception) -> None:
@@ -278,7 +275,7 @@ class EngineFleet:
         now, limit = time.monotonic(), self._policy.no_engine_timeout_s
         self._alone_since = self._alone_since or now
         if limit is not None and now - self._alone_since > limit:
-            raise NoEngineLeft(
+            raise RunStopped(
                 f"no engine was left for {limit:g} s (--timeouts no-engine){self._why_evicted}; "
                 f"the last to go: {self._last_end}"
             ) from self._eviction
@@ -288,7 +285,7 @@ class EngineFleet:
         if interval is None or time.monotonic() - self._last_probe < interval:
             return
         urls = [server.url for server in self.servers if self._serves(server)]
-        answers = run(_gather([EngineControl(url).healthy(timeout_s) for url in urls]))
+        answers = run(all_or_none([EngineControl(url).healthy(timeout_s) for url in urls]))
         for url, healthy in zip(urls, answers, strict=True):
             self._failed_probes[url] = 0 if healthy else self._failed_probes[url] + 1
             if self._failed_probes[url] >= self._policy.probe_failures:
@@ -302,11 +299,9 @@ class EngineFleet:
         expected = self._expected_version()
         if expected is None:
             return
-        held = run(_gather([EngineControl(url, self._policy.probe_timeout_s).held_version() for url in urls]))
+        held = run(
+            all_or_none([EngineControl(url, self._policy.probe_timeout_s).held_version() for url in urls])
+        )
         for url, version in zip(urls, held, strict=True):
             if version not in (None, expected):
                 self.evict(url, RuntimeError(f"it holds weights {version}, and the run is at {expected}"))
-
-
-async def _gather(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
-    return await asyncio.gather(*calls)

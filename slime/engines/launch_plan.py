@@ -39,9 +39,9 @@ class EnginePlace:
 
 @dataclass(frozen=True, slots=True)
 class EngineSite:
-    """All that decides how one engine of a run is started, besides the arguments of the run.
+    """Settings of one engine of a run that are not in the arguments of the run.
 
-    `quantization`: the quantization_config under which it takes weights; None: as the model has them.
+    `quantization`: the quantization_config of pushed weights; None: as in the model's own config.
     """
 
     model_path: str
@@ -110,9 +110,8 @@ def override_words(overrides: dict[str, Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RouterPlan:
-    """What stands before the engines of one model; `words`: its own flags that follow from the topology."""
+    """The router in front of one model's engines; `words`: its flags that follow from the topology."""
 
-    model: str
     kind: str  # "sglang", "builtin", or "none": one engine, asked directly
     words: tuple[str, ...] = ()
 
@@ -120,8 +119,8 @@ class RouterPlan:
 def plan_router(model: ServedModel, kind: str) -> RouterPlan:
     """`kind`: what the run asks for; one engine alone needs none, and disaggregation needs SGLang's."""
     if model.is_disaggregated:
-        return RouterPlan(model.name, "sglang", ("--pd-disaggregation",))
-    return RouterPlan(model.name, kind if model.num_engines > 1 or kind == "sglang" else "none")
+        return RouterPlan("sglang", ("--pd-disaggregation",))
+    return RouterPlan(kind if model.num_engines > 1 or kind == "sglang" else "none")
 
 
 def render_plan(

@@ -1,4 +1,4 @@
-"""Middleware of the built-in load balancer: user classes that see, change or answer each request."""
+"""Middleware of the built-in load balancer: user classes that observe, change or serve each request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Forward = Callable[[RouterRequest], Awaitable[RouterAnswer]]
 
 
 class Middleware(Protocol):
-    """Made once as `cls(args)`. Streaming requests pass by."""
+    """Base class, created once as `cls(args)`. Streaming requests bypass it."""
 
     async def handle(self, request: RouterRequest, forward: Forward) -> RouterAnswer: ...
 

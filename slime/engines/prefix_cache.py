@@ -1,19 +1,16 @@
-"""Middleware for conversations kept as text: what was generated goes back as the very same token ids.
+"""Middleware for text conversations: sends earlier responses back to the engine as their original token ids.
 
-Tokenising a conversation again may split it otherwise than the model did, and then log-probs belong to other
-tokens. `--router-middleware-paths slime.engines.prefix_cache.PrefixCacheMiddleware` remembers, per text, the
-ids behind it. A `/generate` with `text` (or `messages`) is sent as `input_ids`: known ids for the longest
-known beginning, fresh ones for the rest. `/retrieve_from_text` answers with ids, log-probs, loss mask and
-weight versions of a whole conversation, and with the ids that its tokens were drawn from where engines told
-them. Responses whose last bytes are half a character are not remembered.
+Tokenising a conversation again may split it differently than the model did, and then log-probs belong to
+other tokens. `--router-middleware-paths slime.engines.prefix_cache.PrefixCacheMiddleware` remembers the ids
+of each text. A `/generate` with `text` (or `messages`) is sent as `input_ids`: known ids for the longest
+known prefix, new ones for the rest. `/retrieve_from_text` returns ids, log-probs, loss mask and weight
+versions of a whole conversation, and the ids that its tokens were drawn from, if engines report them.
+Responses whose last bytes are half a character are not remembered.
 """
 
 from __future__ import annotations
 
 import asyncio
-import bisect
-import functools
-import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +25,6 @@ from slime.utils.processing_utils import load_tokenizer
 from slime.wire.protocol import Generation
 
 MAX_TOKENS = 16_000_000
-_LONG_TEXT = 100_000  # characters
 _HALF_CHARACTER = "\ufffd"
 
 
@@ -40,7 +36,7 @@ class PrefixPiece:
     ids: tuple[int, ...]
     log_probs: tuple[float, ...] | None
     versions: tuple[str, ...] | None  # one per id
-    kept: tuple[np.ndarray, ...] | None = None  # per id what it was drawn from; None: not told
+    kept: tuple[np.ndarray, ...] | None = None  # per id what it was drawn from; None: not reported
     text: str | None = None  # of the conversation up to here, while it is known
 
     def line(self) -> list[PrefixPiece]:
@@ -54,28 +50,19 @@ class PrefixPiece:
 
 
 class KnownTexts:
-    """Texts and their ids; above `max_tokens` those go that were not used for longest."""
+    """Texts and their ids; above `max_tokens`, the least recently used are evicted."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS):
         self._max_tokens = max_tokens
         self._pieces: OrderedDict[str, PrefixPiece] = OrderedDict()  # the longest unused first
-        self._sorted: list[str] = []
         self.num_tokens = 0
 
     def longest_prefix(self, text: str) -> tuple[int, PrefixPiece | None]:
         """(characters that are known, their last piece)."""
-        while text:
-            place = bisect.bisect_right(self._sorted, text)
-            before = self._sorted[place - 1] if place else ""
-            if text.startswith(before):
-                text = before
-                break
-            # Whatever the text begins with sorts between that and the text, so `before` begins with it, too.
-            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False))
-            text = text[: sum(1 for _ in same)]
-        piece = self._pieces.get(text)
+        known = max((one for one in self._pieces if text.startswith(one)), key=len, default="")
+        piece = self._pieces.get(known)
         self._touch(piece)
-        return len(text), piece
+        return len(known), piece
 
     def insert(self, text: str, piece: PrefixPiece) -> None:
         """`piece` ends the conversation `text`. A text that is known keeps the ids it was first known by."""
@@ -83,17 +70,15 @@ class KnownTexts:
             return
         if text not in self._pieces:
             self._pieces[text], piece.text = piece, text
-            bisect.insort(self._sorted, text)
             self.num_tokens += len(piece.ids)
         self._touch(self._pieces[text])
         while self.num_tokens > self._max_tokens and len(self._pieces) > 1:
-            gone, old = self._pieces.popitem(last=False)
-            del self._sorted[bisect.bisect_left(self._sorted, gone)]
+            _, old = self._pieces.popitem(last=False)
             old.text = None
             self.num_tokens -= len(old.ids)
 
     def _touch(self, piece: PrefixPiece | None) -> None:
-        """It and what it continues: a beginning is never forgotten before its continuations."""
+        """Mark a piece and its prefixes as used, so that no prefix is evicted before its continuations."""
         while piece is not None:
             if piece.text is not None:
                 self._pieces.move_to_end(piece.text)
@@ -101,7 +86,7 @@ class KnownTexts:
 
 
 class PrefixCacheMiddleware:
-    """See the module. Ids that a client sends itself (`input_ids`) pass unchanged."""
+    """Implements the module's cache. Requests with `input_ids` pass unchanged."""
 
     def __init__(self, args: Args):
         self._tokenizer = load_tokenizer(args.hf_checkpoint)
@@ -136,15 +121,13 @@ class PrefixCacheMiddleware:
         return payload["text"] if isinstance(payload.get("text"), str) else None
 
     async def _prompt(self, text: str) -> tuple[int, PrefixPiece]:
-        """(how many ids were known, the last piece). Long texts are tokenised on another thread."""
+        """(how many ids were known, the last piece)."""
         length, piece = self._known.longest_prefix(text)
         known = sum(len(p.ids) for p in piece.line()) if piece is not None else 0
         if length < len(text) or piece is None:
             fresh = text[length:]
-            encode = functools.partial(self._tokenizer, fresh, add_special_tokens=False)
-            encoded = await asyncio.to_thread(encode) if len(fresh) > _LONG_TEXT else encode()
-            ids = encoded["input_ids"]
-            piece = PrefixPiece(piece, tuple(ids), None, None)
+            encoded = await asyncio.to_thread(self._tokenizer, fresh, add_special_tokens=False)
+            piece = PrefixPiece(piece, tuple(encoded["input_ids"]), None, None)
         return known, piece
 
     def _remember(self, text: str, prompt: PrefixPiece, answer: dict[str, Any]) -> None:
@@ -183,7 +166,7 @@ class PrefixCacheMiddleware:
             "response_length": len(mask) - first,
             "known_tokens": known,
         }
-        return RouterAnswer(200, answer | _told(line, first))
+        return RouterAnswer(200, answer | _nucleus_fields(line, first))
 
 
 def _kept_by_token(meta: Mapping[str, Any]) -> tuple[np.ndarray, ...] | None:
@@ -191,8 +174,8 @@ def _kept_by_token(meta: Mapping[str, Any]) -> tuple[np.ndarray, ...] | None:
     return None if found is None else tuple(np.split(found[0].numpy(), found[1].numpy()[1:-1]))
 
 
-def _told(line: list[PrefixPiece], first: int) -> dict[str, list[int]]:
-    """The fields of a sample for the tokens from `first` on; none where no engine told what it drew from."""
+def _nucleus_fields(line: list[PrefixPiece], first: int) -> dict[str, list[int]]:
+    """The fields of a sample for the tokens from `first` on; empty if no engine reported them."""
     if all(piece.kept is None for piece in line):
         return {}
     kept = [ids for piece in line for ids in piece.kept or (np.zeros(0, np.int32),) * len(piece.ids)]

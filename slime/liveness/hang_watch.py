@@ -39,10 +39,6 @@ _SHOWN_S = 10.0
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd.py", "/_pydevd_bundle/")
 
 
-class RunHangs(RunStopped):
-    """The run ends because nothing moved for too long."""
-
-
 class Workers(Protocol):
     """The runtime, as far as the hang watch needs it."""
 
@@ -60,7 +56,7 @@ class HangWatch:
     def __init__(self, run_dir: Path, workers: Workers, limit_s: float):
         self._run_dir, self._workers, self._limit_s = run_dir, workers, limit_s
         self._clock = SilenceClock(limit_s, 3 * _LOOK_S) if limit_s else None
-        self.error: RunHangs | None = None
+        self.error: RunStopped | None = None
         self._keeps_table = False
         self._shown_until = 0.0  # the table of an explained silence stays for a moment
         self._seen: tuple[int, ...] = ()
@@ -132,7 +128,7 @@ class HangWatch:
         if clock.is_overdue:
             cause = clock.describe().replace("its process does nothing: it hangs", "no process does anything")
             limit = f"--timeouts hang={self._limit_s:g}"
-            error = RunHangs(f"nothing moved for {clock.silent_s:.0f} s ({limit}): {cause}")
+            error = RunStopped(f"nothing moved for {clock.silent_s:.0f} s ({limit}): {cause}")
             self.explain(error)
             self.error = error
             self._end_driver()

@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0  # between two heartbeats of a rank
 ENGINE_PATH = "/model_info"  # SGLang answers `/health` with a generation
-_ROUNDS = 4  # HTTP questions within the limit
 _MISSED_ROUNDS = 3  # before a member appears in the wait table
 
 
@@ -186,11 +185,6 @@ class HttpBeat:
 
     def signs(self) -> Signs | None:
         return self.server.signs()
-
-
-def watch_servers(limit_s: float, on_silence: Callable[[HttpBeat, str], None]) -> HeartbeatWatch[HttpBeat]:
-    """Return a watch over servers, each asked four times within the limit."""
-    return HeartbeatWatch(limit_s, on_silence, interval_s=limit_s / _ROUNDS, warn_after_s=limit_s)
 
 
 async def _answers(url: str, path: str, timeout_s: float) -> bool:

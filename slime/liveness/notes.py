@@ -49,6 +49,7 @@ class _Call:
 
 
 _calls: dict[int, _Call] = {}  # by thread
+_moves = 0
 
 
 @contextlib.contextmanager
@@ -62,27 +63,23 @@ def working(method: str) -> Iterator[None]:
         _calls.pop(ident, None)
 
 
-class Notebook:
-    """Takes notes on this process, once for every heartbeat."""
-
-    def __init__(self) -> None:
-        self._moves = 0
-
-    def take(self) -> Notes:
-        now, frames = time.monotonic(), sys._current_frames()
-        found = [NotedWait(wait.name, wait.target, wait.age_s, wait.deadline_s) for wait in waits.active()]
-        for ident, call in list(_calls.items()):
-            frame = frames.get(ident)
-            if frame is None:
-                continue
-            place = [(id(each.f_code), each.f_lasti) for each, _ in walk_stack(frame)]
-            if place != call.place:
-                call.place, call.since = place, now
-                self._moves += 1
-            else:
-                what, target = _describe(frame)
-                found.append(NotedWait(f"{call.method}: {what}", target, now - call.since, None))
-        return Notes(self._moves + waits.num_ended(), found)
+def take_notes() -> Notes:
+    """Take notes on this process, once for every heartbeat."""
+    global _moves
+    now, frames = time.monotonic(), sys._current_frames()
+    found = [NotedWait(wait.name, wait.target, wait.age_s, wait.deadline_s) for wait in waits.active()]
+    for ident, call in list(_calls.items()):
+        frame = frames.get(ident)
+        if frame is None:
+            continue
+        place = [(id(each.f_code), each.f_lasti) for each, _ in walk_stack(frame)]
+        if place != call.place:
+            call.place, call.since = place, now
+            _moves += 1
+        else:
+            what, target = _describe(frame)
+            found.append(NotedWait(f"{call.method}: {what}", target, now - call.since, None))
+    return Notes(_moves + waits.num_ended(), found)
 
 
 def _describe(innermost: FrameType) -> tuple[str, str]:

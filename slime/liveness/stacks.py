@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,8 +25,6 @@ from slime.utils.files.restricted import restricted
 SIGNAL = signal.SIGUSR2
 _STDERR = 2  # the descriptor: the file object may be closed when the interpreter exits
 _TASK_FRAMES, _MAX_TASKS = 8, 200
-_DEPENDENTS_TIMEOUT_S = 5.0
-_dependents: list[Callable[[], None]] = []
 
 
 def answer_signal() -> None:
@@ -84,24 +82,19 @@ def ask(pids: Iterable[int]) -> list[int]:
     return asked
 
 
+def ask_children() -> list[int]:
+    """Ask all processes below this one, and return the pids of processes that will write their stacks."""
+    import psutil  # only needed here
+
+    return ask(child.pid for child in psutil.Process().children(recursive=True))
+
+
 def write_own(file: IO[str]) -> None:
-    """Write the stacks of this process, and ask the processes that it looks after."""
+    """Write the stacks of this process."""
     file.flush()
     faulthandler.dump_traceback(file, all_threads=True)
     file.write(_tasks())
     file.flush()
-    # In threads of their own: one that hangs must not keep the others from being asked.
-    asking = [threading.Thread(target=dependent, name="stacks", daemon=True) for dependent in _dependents]
-    for thread in asking:
-        thread.start()
-    for thread in asking:
-        thread.join(_DEPENDENTS_TIMEOUT_S)
-
-
-def pass_on(ask_dependents: Callable[[], None]) -> Callable[[], None]:
-    """Call this function too whenever this process writes its stacks; returns what undoes that."""
-    _dependents.append(ask_dependents)
-    return lambda: _dependents.remove(ask_dependents)
 
 
 def _write_tasks(file: IO[str]) -> None:

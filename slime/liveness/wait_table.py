@@ -26,7 +26,7 @@ _CHAIN_LINES = 16
 
 @dataclass(frozen=True, slots=True)
 class WaitRow:
-    """Who waits for what, and since when. `count`: the number of such waits, of which this is the oldest.
+    """One wait: its owner, its target and its start. `count`: similar waits, of which this is the oldest.
 
     Example: WaitRow("driver", "trainer-0.train and 1 more", "trainer-0, trainer-1", 1.7e9, None).
     """
@@ -123,8 +123,14 @@ class WaitTable:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the run waits between two steps until somebody resumes it."""
-        return any(row.owner == phases.RUN and row.what == phases.PAUSED for row in self.rows)
+        """Whether a user has paused the run between two steps."""
+        return self.paused_since is not None
+
+    @property
+    def paused_since(self) -> float | None:
+        """When a user paused the run, in seconds since 1970; None: it is not paused."""
+        paused = (row.since for row in self.rows if row.owner == phases.RUN and row.what == phases.PAUSED)
+        return next(paused, None)
 
     @property
     def silent(self) -> list[WaitRow]:

@@ -10,15 +10,11 @@ import asyncio
 import collections
 import contextlib
 import itertools
-import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-logger = logging.getLogger(__name__)
-
-LOG_INTERVAL_S = 10.0
 OF_ONE_REQUEST = " (request "  # in the name of a wait, followed by the id of the request
 _SHORT_S, _MAX_ENDED = 0.01, 5000
 
@@ -173,23 +169,3 @@ def until(
 def _breach(name: str, owner: str, deadline_s: float) -> WaitTimeout:
     by = f" (waited for by {owner})" if owner else ""
     return WaitTimeout(f"{name}{by}: not done after {deadline_s:.1f} s")
-
-
-@contextlib.contextmanager
-def logging_progress(state: Callable[[], str], interval_s: float = LOG_INTERVAL_S) -> Iterator[None]:
-    """Log `state()` every `interval_s`, then less often, while the block runs: silence looks like a hang."""
-    ended, started = threading.Event(), time.monotonic()
-
-    def log() -> None:
-        pause_s = interval_s
-        while not ended.wait(pause_s):
-            logger.info("%s after %.0f s", state(), time.monotonic() - started)
-            pause_s = min(1.5 * pause_s, 6 * interval_s)
-
-    thread = threading.Thread(target=log, name="progress-log", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()

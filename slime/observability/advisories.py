@@ -33,11 +33,10 @@ class Advisory:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Settings that the advice depends on. Example: Facts(8, 512, 2048, True, False, True)."""
+    """Settings that the advice depends on. Example: Facts(8, 512, True, False, True)."""
 
     samples_per_prompt: int
     max_response_len: int | None
-    context_len: int | None  # of the model; None: not known
     saves: bool
     overlapped: bool  # the next rollout is generated during training
     by_rewards: bool  # not by a supervised loss, and not only generating
@@ -55,9 +54,9 @@ class MetricHistory:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 self.values.setdefault(name, {})[step] = float(value)
 
-    def last(self, name: str, count: int = PATIENCE) -> list[float]:
-        """Return the last `count` values, or fewer at the beginning of a run."""
-        return list(self.values.get(name, {}).values())[-count:]
+    def last(self, name: str) -> list[float]:
+        """Return the last `PATIENCE` values, or fewer at the beginning of a run."""
+        return list(self.values.get(name, {}).values())[-PATIENCE:]
 
     def grown(self, name: str) -> tuple[float, float] | None:
         """Return the means of the first and the last values; None: there are too few."""
@@ -66,10 +65,10 @@ class MetricHistory:
             return None
         return sum(values[:PATIENCE]) / PATIENCE, sum(values[-PATIENCE:]) / PATIENCE
 
-    def streak(self, name: str, holds: Callable[[float], bool], count: int = PATIENCE) -> bool:
-        """Return whether the last `count` values all satisfy a condition."""
-        last = self.last(name, count)
-        return len(last) == count and all(map(holds, last))
+    def streak(self, name: str, holds: Callable[[float], bool]) -> bool:
+        """Return whether the last values all satisfy a condition."""
+        last = self.last(name)
+        return len(last) == PATIENCE and all(map(holds, last))
 
 
 Check = Callable[[MetricHistory, Facts], "tuple[str, str] | None"]
@@ -86,40 +85,26 @@ class Advisor:
 
     def __init__(self, facts: Facts):
         self._facts, self._history = facts, MetricHistory()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def at_start(self) -> list[Advisory]:
         """Return the advice that follows from the settings alone."""
-        return self._new(dict(start_checks(self._facts)))
+        if self._facts.saves or not self._facts.by_rewards:
+            return []
+        evidence = "neither --save nor --save-hf is given: the trained weights are lost when the run ends"
+        advice = "give --save DIR --save-interval N for checkpoints, or --save-hf DIR for a model folder"
+        return self._new({"no_save": (evidence, advice)})
 
     def observe(self, metrics: Mapping[str, object], step: int) -> list[Advisory]:
         """Return new advice after these metrics."""
         self._history.add(metrics, step)
-        untold = {name: check for name, check in CHECKS.items() if name not in self._told}
-        found = {name: check(self._history, self._facts) for name, check in untold.items()}
+        unreported = {name: check for name, check in CHECKS.items() if name not in self._reported}
+        found = {name: check(self._history, self._facts) for name, check in unreported.items()}
         return self._new({name: answer for name, answer in found.items() if answer is not None})
 
     def _new(self, found: Mapping[str, tuple[str, str]]) -> list[Advisory]:
-        new = [Advisory(name, *answer) for name, answer in found.items() if name not in self._told]
-        self._told |= found.keys()
-        return new
-
-
-def start_checks(facts: Facts) -> dict[str, tuple[str, str]]:
-    """Return {cause: (evidence, advice)} from the settings alone."""
-    found = {}
-    if not facts.saves and facts.by_rewards:
-        found["no_save"] = (
-            "neither --save nor --save-hf is given: the trained weights are lost when the run ends",
-            "give --save DIR --save-interval N for checkpoints, or --save-hf DIR for a model folder",
-        )
-    if facts.by_rewards and facts.context_len and (facts.max_response_len or 0) >= facts.context_len:
-        found["no_room"] = (
-            f"--rollout-max-response-len {facts.max_response_len} leaves no room for a prompt: the model's "
-            f"context has {facts.context_len} tokens",
-            "lower it, so that prompt and response fit together",
-        )
-    return found
+        self._reported |= found.keys()
+        return [Advisory(name, *answer) for name, answer in found.items()]
 
 
 def _zero_variance_share(history: MetricHistory) -> float | None:
@@ -180,16 +165,6 @@ def _special_ending(history: MetricHistory, facts: Facts) -> tuple[str, str] | N
 
 
 @_check
-def _no_gradient(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
-    if not history.streak("train/grad_norm", lambda norm: norm == 0.0, 2):
-        return None
-    return (
-        "the gradient was 0 in the last 2 steps",
-        "no weight changes: all rewards are equal, the loss mask is zero, or parameters are frozen",
-    )
-
-
-@_check
 def _answers_cut(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     if not history.streak("rollout/truncated_ratio", lambda share: share >= 0.5):
         return None
@@ -226,17 +201,6 @@ def _kl_runaway(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
 
 
 @_check
-def _length_explodes(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
-    before, now = history.grown("rollout/response_len/mean") or (1.0, 0.0)
-    if now < 3 * before or not facts.max_response_len or now < 0.5 * facts.max_response_len:
-        return None
-    return (
-        f"responses grew from {before:.0f} to {now:.0f} tokens, of at most {facts.max_response_len}",
-        "does the reward pay for length? --loss-reduction, an overlong penalty or a shorter limit bound it",
-    )
-
-
-@_check
 def _evaluation_falls(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     for name, values in history.values.items():
         if not is_eval_score(name) or len(values) < 3:
@@ -250,19 +214,6 @@ def _evaluation_falls(history: MetricHistory, facts: Facts) -> tuple[str, str] |
                 f"`{as_typed('samples', 'RUN', '--diff')}`, lower --lr",
             )
     return None
-
-
-@_check
-def _reward_is_slow(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
-    waits, times = history.last("perf/non_generation_time/mean"), history.last("perf/rollout_time")
-    if min(len(waits), len(times)) < PATIENCE or sum(waits) < 0.5 * sum(times):
-        return None
-    return (
-        f"a sample spent {sum(waits) / PATIENCE:.1f} s outside the engine, of rollouts that took "
-        f"{sum(times) / PATIENCE:.1f} s",
-        "engines wait for tools or rewards: more --limits reward-workers, a faster judge, or "
-        "--over-sampling-batch-size",
-    )
 
 
 @_check

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slime.observability.plugin_metrics import RolloutStep
 from slime.observability.tracking import Tracker
@@ -36,13 +36,7 @@ def configure_logger(prefix: str = "", level: str | None = None) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-class RunArgs(Protocol):
-    """The part of a plug-in's `args` that metrics need."""
-
-    run_dir: str
-
-
-def init_tracking(args: RunArgs, primary: bool = True, **kwargs: Any) -> Tracker:
+def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> Tracker:
     """Open this process's tracker in `args.run_dir`, or return the open one.
 
     The trackers of an active run belong to its driver, and read what is written here, too.
@@ -53,7 +47,7 @@ def init_tracking(args: RunArgs, primary: bool = True, **kwargs: Any) -> Tracker
     return _tracker
 
 
-def log(args: RunArgs, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
+def log(args: Any, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
     """Record metrics; the step is `step`, or what the metrics hold under `step_key`."""
     if _tracker is None and not getattr(args, "run_dir", None):
         return  # outside of a run nothing is tracked
@@ -66,7 +60,7 @@ def log(args: RunArgs, metrics: Mapping[str, Any], step_key: str, step: int | No
 class _TensorboardAdapter:
     """Compatibility with THUDM/slime plug-ins: `log` reaches every tracker of the run."""
 
-    def __init__(self, args: RunArgs):
+    def __init__(self, args: Any):
         self._args = args
 
     def log(self, data: Mapping[str, Any], step: int) -> None:

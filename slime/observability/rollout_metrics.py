@@ -7,10 +7,11 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import comb
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from slime.arguments import PluginArgs
 from slime.catalog.estimators import ESTIMATORS
 from slime.observability.tracer import sample_spans
 from slime.utils.misc import group_by
@@ -26,20 +27,8 @@ _REPETITION_RATIO = 10.0
 _EMPTY_BYTES = len(zlib.compress(b""))
 
 
-class MetricArgs(Protocol):
-    """The flags that select metrics; any `args` has them."""
-
-    reward_key: str | None
-    advantage_estimator: str
-    rollout_num_gpus: int
-    log_passrate: bool
-    log_correct_samples: bool
-    log_multi_turn: bool
-    log_reward_category: str | None
-
-
 def rollout_metrics(
-    args: MetricArgs,
+    args: PluginArgs,
     samples: Sequence[Any],
     rollout_time: float,
     *,
@@ -83,7 +72,7 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics | _with_prefix("round_number", distribution(turns))
 
 
-def eval_metrics(args: MetricArgs, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def eval_metrics(args: PluginArgs, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return `eval/*` of all datasets: {name: {"rewards": [...], "truncated": [...], "samples": [...]}}.
 
     A reward that could not be computed is None: no part of the mean, and counted as `eval/{name}-failed`.
@@ -95,6 +84,7 @@ def eval_metrics(args: MetricArgs, data: Mapping[str, Mapping[str, Any]]) -> dic
         if scored:
             metrics[f"eval/{name}"] = statistics.fmean(scored)
         metrics[f"eval/{name}-failed"] = len(rewards) - len(scored)
+        metrics[f"eval/{name}-samples"] = len(scored)
         if result.get("truncated"):
             metrics[f"eval/{name}-truncated_ratio"] = statistics.fmean(map(float, result["truncated"]))
         samples = flatten_samples(result.get("samples") or [])
@@ -151,8 +141,6 @@ def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Return unbiased pass@k: the chance that k samples drawn without replacement hold a correct one."""
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} needs at least {k} samples, there are {num_samples}")
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 

@@ -28,7 +28,6 @@ LOOP, ENGINES, EPISODES, REWARD, TRAINER = "loop", "engines", "episodes", "rewar
 PUSH, WAITS = "push", "waits: {owner}"
 _OF_THE_LOOP = ("run", "start of the run")  # owners whose waits are spans of the loop's lane already
 _MAX_WAITS = 200  # the longest waits of one process in one step
-_TOGETHER_S = 0.02  # samples of a group that start and end within this time share one span
 _LANE_OF_SAMPLE_SPAN = {
     "generate": ENGINES,
     "generate_function": EPISODES,
@@ -60,7 +59,7 @@ class Span:
 
 
 class Tracer:
-    """Collects the spans of one process. What a span does not say itself, `drain` fills in."""
+    """Collects the spans of one process. `drain` fills in fields that a span does not set."""
 
     def __init__(self, lane: str = "", rollout_id: int = -1):
         self._lane, self._rollout_id = lane, rollout_id
@@ -124,7 +123,7 @@ def add_sample_span(target: Any, name: str, start: float, attrs: Mapping[str, An
     try:
         end = time.time()
         for carrier in carriers(target):
-            about = _plain(attrs) if attrs else {}
+            about = json.loads(json.dumps(attrs, default=str))  # dumps of samples accept plain types only
             if carrier.get("attempt"):
                 about["attempt"] = carrier["attempt"]
             carrier["spans"].append({"name": name, "start": start, "end": end, "about": about})
@@ -156,63 +155,22 @@ def sample_spans(sample: Sample) -> list[_SampleSpan]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    """Reduce a value to plain types: dumps of samples accept no others."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value)
-
-
 def spans_of_samples(rollout_id: int, samples: Iterable[Sample]) -> list[Span]:
-    """Return when engines and rewards worked on each sample.
-
-    Samples of a group that start and end at about the same time are one span: "group 7", with their number.
-    """
-    found: dict[tuple[str, int | None], list[tuple[Sample, _SampleSpan]]] = {}
+    """Return when engines and rewards worked on each sample; a reward of a whole group is one span."""
+    found: dict[tuple[str, str, float], Span] = {}
     for sample in samples:
         for span in sample_spans(sample):
             lane = _LANE_OF_SAMPLE_SPAN.get(span["name"])
-            if lane is not None:
-                at = (span["about"].get("engine") or lane, sample.group_index)
-                found.setdefault(at, []).append((sample, span))
-    spans: list[Span] = []
-    for (lane, group), entries in found.items():
-        entries.sort(key=lambda entry: entry[1]["end"])
-        spans += [_joined(rollout_id, lane, group, together) for together in _at_once(entries)]
-    return spans
-
-
-def _at_once(entries: list[tuple[Sample, _SampleSpan]]) -> Iterator[list[tuple[Sample, _SampleSpan]]]:
-    """Split spans, sorted by their ends, into runs that started and ended together."""
-    first = entries[0][1]
-    together: list[tuple[Sample, _SampleSpan]] = []
-    for entry in entries:
-        span = entry[1]
-        if span["end"] - first["end"] > _TOGETHER_S or abs(span["start"] - first["start"]) > _TOGETHER_S:
-            yield together
-            first, together = span, []
-        together.append(entry)
-    yield together
-
-
-def _joined(
-    rollout_id: int, lane: str, group: int | None, together: list[tuple[Sample, _SampleSpan]]
-) -> Span:
-    sample, span = together[0]
-    of_group = span["name"].startswith("group")
-    about: dict[str, Any] = {"group": group, **span["about"]}
-    about.pop("engine", None)
-    start, end = span["start"], span["end"]
-    if len(together) == 1 and not of_group:
-        return Span(rollout_id, lane, f"sample {sample.index}", start, end, {"sample": sample.index, **about})
-    if not of_group:
-        about = {"group": group, "samples": len(together)}
-        start, end = min(each["start"] for _, each in together), together[-1][1]["end"]
-    return Span(rollout_id, lane, f"group {group}", start, end, about)
+            if lane is None:
+                continue
+            about = {"group": sample.group_index, **span["about"]}
+            lane = about.pop("engine", None) or lane
+            name = f"group {sample.group_index}"
+            if not span["name"].startswith("group"):
+                name, about = f"sample {sample.index}", {"sample": sample.index, **about}
+            start = span["start"]
+            found[lane, name, start] = Span(rollout_id, lane, name, start, span["end"], about)
+    return list(found.values())
 
 
 def spans_of_waits(rollout_id: int) -> list[Span]:

@@ -87,8 +87,6 @@ class Tracker:
                 for feed in self._feeds:
                     feed.finish()
 
-    close = finish
-
     def __enter__(self) -> Tracker:
         return self
 

@@ -1,1 +1,1 @@
-"""What can be known before any process starts; begin with all_checks.py."""
+"""Checks a run before any process starts; begin reading with all_checks.py."""

@@ -1,4 +1,4 @@
-"""Runs the checks before the start of a run. A check that needs what another found missing is left out."""
+"""Runs the checks before the start of a run; a check is skipped if one that it depends on has failed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from slime.arguments import Args
+from slime.plugins import check_plugin, configured_plugins
 from slime.preflight.findings import Finding, Report, error_of
 from slime.utils.machine.own_command import as_typed
 from slime.utils.misc import load_function
@@ -13,7 +14,7 @@ from slime.utils.misc import load_function
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One check. Example: the tokenizer is checked where the model's files were found to be there."""
+    """One check. Example: the tokenizer is checked only if the model's files exist."""
 
     group: str
     subject: str  # of the errors that it raises
@@ -24,7 +25,7 @@ class CheckRow:
 
 PLUGINS, FILES, TOKENIZER, ROWS = "plug-in functions", "model files", "tokenizer", "prompt rows"
 CHECKS = {
-    PLUGINS: CheckRow("settings", "plug-ins", "settings.check_plugin_functions"),
+    PLUGINS: CheckRow("settings", "plug-ins", "all_checks.check_plugin_functions"),
     "packages": CheckRow("packages", "packages", "packages.check_packages"),
     FILES: CheckRow("model", "--hf-checkpoint", "models.check_model_files"),
     "weights": CheckRow("model", "--hf-checkpoint", "models.check_weights", (FILES,)),
@@ -62,6 +63,15 @@ def preflight(args: Args, *, overlapped: bool = False) -> Report:
         plan, found = load_function("slime.preflight.machine.predict")(args)
         findings += [replace(finding, group="machine") for finding in found]
     return Report(tuple(findings), plan)
+
+
+def check_plugin_functions(args: Args) -> Iterator[Finding]:
+    """Load every configured function, and compare its parameters with the call."""
+    for point, path, where in configured_plugins(args):
+        try:
+            check_plugin(point, path, where)
+        except ValueError as error:
+            yield error_of(where, error)
 
 
 def check_loop(args: Args, *, overlapped: bool) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What a look before the start has found, as values and as text."""
+"""Findings of the preflight check, as values and as text."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ KINDS: tuple[Kind, ...] = ("error", "warning", "note")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was found.
+    """One finding.
 
-    An error would end the run or train something else than its user believes; a warning does not; a note says
-    what was seen. Example: Finding("error", "--label-key", "no row of prompts.jsonl has a column 'answer'").
+    An error would end the run or train something other than intended; a warning would not; a note is
+    information. Example: Finding("error", "--label-key", "no row of prompts.jsonl has a column 'answer'").
     """
 
     kind: Kind
     subject: str  # the flag or file that it is about
     text: str
-    group: str = ""  # what was looked at: settings, packages, model, data, reward, machine
+    group: str = ""  # the subject of the check: settings, packages, model, data, reward, machine
 
     def __str__(self) -> str:
         return printable(f"{self.subject}: {self.text}")
 
 
 class Prediction(Protocol):
-    """What a step will take, see `slime.preflight.run_plan.RunPlan`."""
+    """Predicted memory and time of a step, see `slime.preflight.run_plan.RunPlan`."""
 
     def against(self, seconds: float, trainer_bytes: float | None, response_tokens: float | None) -> str:
         """Return one line that compares the prediction with the measured step, memory and response length."""
@@ -39,7 +39,7 @@ class Prediction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All findings, in the order of the checks: what a run shows at its start, and `slime doctor` prints."""
+    """All findings in the order of the checks, which a run logs at its start and `slime doctor` prints."""
 
     findings: tuple[Finding, ...]
     plan: Prediction | None = None  # what the run will cost; None: its model is not here to be read
@@ -48,7 +48,7 @@ class Report:
         return [finding for finding in self.findings if finding.kind == kind]
 
     def groups(self) -> dict[str, list[Finding]]:
-        """Findings by what was looked at; errors first in each."""
+        """Findings by subject; errors first in each."""
         found: dict[str, list[Finding]] = {finding.group: [] for finding in self.findings}
         for kind in KINDS:
             for finding in self.of(kind):

@@ -1,4 +1,4 @@
-"""The machine: GPUs, shared memory and disk beside what the run will ask of them."""
+"""Checks that the machine's GPUs, shared memory and disk suffice for the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import shutil
-import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from slime.preflight.run_plan import Device, RunPlan, plan_run
 from slime.utils.machine import shm
 from slime.utils.machine.accelerator import device_count
 from slime.utils.machine.cores import num_cores
+from slime.utils.machine.ports import is_port_available
 
 _SETS = 2  # of weights in shared memory: the version that engines serve, and the next
 _LITTLE_DISK = 1 << 30
@@ -76,13 +76,9 @@ def _check_port(args: Args) -> Iterator[Finding]:
     port = args.sglang_router_port
     if port is None or args.debug_train_only or args.sglang_router_ip is not None:
         return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            text = f"port {port} cannot be taken ({error.strerror}): choose another, or leave it to the run."
-            yield Finding("error", "--sglang-router-port", text)
+    if not is_port_available(port):
+        text = f"port {port} cannot be taken: choose another, or leave it to the run."
+        yield Finding("error", "--sglang-router-port", text)
 
 
 def predict(args: Args) -> tuple[RunPlan | None, list[Finding]]:
@@ -113,7 +109,7 @@ def check_memory(args: Args, plan: RunPlan) -> Iterator[Finding]:
 
 
 def check_copies(plan: RunPlan) -> Iterator[Finding]:
-    """Whether both copies of --peer-copies find their place."""
+    """Check that both copies of --peer-copies fit into memory."""
     free = shutil.disk_usage(shm.FOLDER).free
     if plan.copies > free:
         need, left = (

@@ -1,9 +1,7 @@
-"""The models of a run: whether each can be loaded, and whether tokenizer and configuration fit together."""
+"""Checks that each model of a run can be loaded, and that tokenizer and configuration fit together."""
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +55,7 @@ def _check_families(args: Args) -> Iterator[Finding]:
 
 
 def check_weights(args: Args) -> Iterator[Finding]:
-    """Whether the files of the first weights are there and whole, where they are read from a local folder."""
+    """Check that the files of the initial weights exist and are complete, if they are in a local folder."""
     folder = Path(args.hf_checkpoint or "")
     resumes = args.load is not None and Path(args.load).is_dir()
     if args.hf_checkpoint is None or args.start_from != args.hf_checkpoint or resumes or not folder.is_dir():
@@ -74,7 +72,7 @@ def check_weights(args: Args) -> Iterator[Finding]:
 
 
 def makes_prompts(args: Args) -> bool:
-    """Whether a tokenizer is loaded: for engines always, else by the rollout functions of slime."""
+    """Return whether a tokenizer is loaded: for engines always, else by the rollout functions of slime."""
     if args.load_debug_rollout_data:
         return False
     return not args.debug_train_only or args.rollout_function_path.startswith("slime.")
@@ -126,36 +124,6 @@ def check_tokenizer(args: Args) -> Iterator[Finding]:
         yield Finding("error", "--apply-chat-template", text)
     if args.custom_generate_function_path is not None:
         yield from template_notes(tokenizer)
-        yield from _check_tools(args.custom_generate_function_path, args.hf_checkpoint, tokenizer)
-
-
-def _check_tools(path: str, model: str, tokenizer: Any) -> Iterator[Finding]:
-    """Refuse an agent with tools where the template leaves them out, which would end every episode."""
-    if not getattr(tokenizer, "chat_template", None) or not _hands_out_tools(path):
-        return
-    if "tools" in load_function(TEMPLATE_REPORT)(tokenizer).refuses:
-        text = (
-            f"{path} gives tools to a session, and the chat template of {model} has no place for tools; use "
-            "a model whose template has one, put such a chat_template.jinja into the folder, or describe the "
-            "tools in a system message."
-        )
-        yield Finding("error", "--custom-generate-function-path", text)
-
-
-def _hands_out_tools(path: str) -> bool:
-    """Whether the file of a generate function calls a session with tools; it is read, not run."""
-    try:
-        file = inspect.getsourcefile(inspect.unwrap(load_function(path)))
-        tree = ast.parse(Path(file or "").read_text(encoding="utf-8"))
-    except Exception:  # a module of the user's may raise anything; the check of plug-ins reports it
-        return False
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        given = [word.value for word in call.keywords if word.arg == "tools"]
-        is_none = bool(given) and isinstance(given[0], ast.Constant) and given[0].value is None
-        if name == "answer_with_tools" or (name == "turn" and given and not is_none):
-            return True
-    return False
 
 
 def template_notes(tokenizer: Any) -> Iterator[Finding]:
@@ -186,7 +154,7 @@ def _check_vocabulary(model: str, tokenizer: Any) -> Iterator[Finding]:
 
 
 def needs_template(args: Args) -> bool:
-    """Whether any prompt is made from messages by our own code."""
-    if args.apply_chat_template or is_conversation(args):
+    """Return whether slime renders some prompts from messages."""
+    if args.apply_chat_template or (is_conversation(args) and args.loss_mask_type != "text"):
         return True
     return any(dataset.apply_chat_template for dataset in args.eval_datasets)

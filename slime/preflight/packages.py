@@ -1,4 +1,4 @@
-"""Packages that the chosen parts of a run import late: looked for now."""
+"""Checks that packages which parts of a run import late are installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_packages(args: Args) -> Iterator[Finding]:
         yield Finding("error", "transformers", f"{NEEDS_DOCSTRINGS}.")
     for flag, module, extra in _needed(args):
         if not is_installed(module):
-            text = f"needs the package {module}, which is not installed: pip install 'slime[{extra}]'"
+            text = f"needs the package {module}, which is not installed: pip install 'slime-rl[{extra}]'"
             yield Finding("error", flag, text)
     row = None if args.custom_rm_path else find_reward(args.rm_type)
     protection = SANDBOXES[args.sandbox].protection

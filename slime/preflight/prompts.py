@@ -1,4 +1,4 @@
-"""The prompts: whether rows can be used, and how long they are beside what the model and the flags allow."""
+"""Checks that prompt rows can be used, and that their lengths fit the model and the flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 LOOKED_AT = 1000  # rows whose length is measured
-_LOOKED_AT_CHARACTERS = 2_000_000  # and their characters: a second of work
 
 
 def check_rows(args: Args) -> Iterator[Finding]:
@@ -38,16 +37,6 @@ def check_rows(args: Args) -> Iterator[Finding]:
                 check_prompt_file(path, fmt, max_rows=EARLY_ROWS)
         except (ValueError, FileNotFoundError) as error:
             yield error_of(subject, error)
-        else:
-            if subject == "--prompt-data" and not missing:
-                yield from _few_rows(path, args.rollout_batch_size)
-
-
-def _few_rows(path: str | list[str], batch: int) -> Iterator[Finding]:
-    rows = sum(1 for _ in itertools.islice(read_rows(path), batch))
-    if rows < batch:
-        text = f"a step takes {batch} prompts, and the data has {rows} prompts, so some come more than once."
-        yield Finding("warning", "--rollout-batch-size", text)
 
 
 def _missing_keys(place: object, row: dict[str, object], fmt: PromptFormat) -> Iterator[Finding]:
@@ -59,7 +48,7 @@ def _missing_keys(place: object, row: dict[str, object], fmt: PromptFormat) -> I
 
 
 def reads_prompts(args: Args) -> bool:
-    """Whether the rows of --prompt-data become prompts by our own code."""
+    """Return whether slime itself turns the rows of --prompt-data into prompts."""
     ours = args.rollout_global_dataset and args.data_source_path == DEFAULT_DATA_SOURCE
     return args.prompt_data is not None and ours and not args.load_debug_rollout_data
 
@@ -74,7 +63,7 @@ def first_samples(args: Args, count: int) -> Iterator[Sample]:
 
 @dataclass(frozen=True, slots=True)
 class PromptLengths:
-    """Tokens of the first prompts. `whole`: there are no others."""
+    """Lengths of the first prompts in tokens. `whole`: these are all prompts."""
 
     tokens: tuple[int, ...]
     whole: bool
@@ -85,20 +74,14 @@ def usual_length(args: Args) -> float | None:
     try:
         readable = reads_prompts(args) and args.hf_checkpoint and not args.multimodal_keys
         return statistics.median(measure(args, 50).tokens) if readable else None
-    except Exception:  # whatever is wrong with them is told where they are checked
+    except Exception:  # the check of the prompt files reports what is wrong
         return None
 
 
 def measure(args: Args, count: int) -> PromptLengths:
-    samples: list[Sample] = []
-    characters, whole = 0, True
-    for sample in first_samples(args, count + 1):
-        characters += len(str(sample.prompt))
-        if len(samples) == count or (samples and characters > _LOOKED_AT_CHARACTERS):
-            whole = False
-            break
-        samples.append(sample)
-    return PromptLengths(tuple(prompt_lengths(samples, load_tokenizer(args.hf_checkpoint))), whole)
+    samples = list(first_samples(args, count + 1))
+    lengths = prompt_lengths(samples[:count], load_tokenizer(args.hf_checkpoint))
+    return PromptLengths(tuple(lengths), whole=len(samples) <= count)
 
 
 def check_lengths(args: Args) -> Iterator[Finding]:

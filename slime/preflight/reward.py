@@ -1,7 +1,7 @@
-"""The reward, tried before anything starts: on a made-up answer, and on the label itself as the answer.
+"""Tries the reward before the start, on a made-up response and on the label itself as the response.
 
-A value that is no score is an error. What depends on the world (a judge that is down, a slow sandbox) is a
-warning or a note, since such a reward may work in the run.
+A value that is not a score is an error. External causes (a judge that is down, a slow sandbox) are a warning
+or a note, since such a reward may work in the run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 MADE_UP = "I do not know."
-DEADLINE_S = 3.0  # for all calls of a function of the user's
+DEADLINE_S = 3.0  # for all calls of a user's function
 WORKER_DEADLINE_S = 30.0  # for a built-in reward, whose process has packages to import first
 # Mistakes that no other answer would avoid; a KeyError may come from what an answer holds.
 _CERTAIN = (NameError, ImportError, TypeError, ArithmeticError)
 
 
 class _Watched(PluginArgs):
-    """Settings that note whether anything was asked that only a run knows, such as an engine's address."""
+    """Settings that record whether a fact of a run was read, such as the address of an engine."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in _FACTS:
@@ -48,7 +48,7 @@ _FACTS = frozenset(PluginArgs.__annotations__) | {"num_rollout"}
 
 
 def check_reward(args: Args) -> Iterator[Finding]:
-    """Whether it returns a score at all, and whether the right answer gets a better one than another."""
+    """Check that the reward returns a score, and that the right answer gets a better one than another."""
     own = _own_generation(args)
     sample = next(first_samples(args, 1), None) if _scores_answers(args) else None
     if sample is None:
@@ -60,12 +60,12 @@ def check_reward(args: Args) -> Iterator[Finding]:
     elif _can_be_tried(args, sample):
         with tempfile.TemporaryDirectory(prefix="slime-preflight-") as scratch:
             found = list(_try(_Trial(args, scratch), sample))
-        # A reward may read what a function of the user's leaves in a sample; a made-up one has none of it.
+        # The reward may need what the user's own generate function adds to a sample; a made-up one lacks it.
         yield from (replace(one, kind="warning") for one in found if one.kind == "error") if own else found
 
 
 def _scores_answers(args: Args) -> bool:
-    """Whether rollouts of our own code have rewards computed for the rows of --prompt-data."""
+    """Return whether slime's own rollouts compute rewards for the rows of --prompt-data."""
     generates = args.rollout_function_path in (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
     if args.env is not None and not (args.custom_rm_path or args.rm_type):
         return False  # the environment scores its episodes
@@ -73,7 +73,7 @@ def _scores_answers(args: Args) -> bool:
 
 
 def _own_generation(args: Args) -> bool:
-    """Whether a function of the user's makes or changes samples, and perhaps scores them."""
+    """Return whether a function of the user makes or changes samples, and perhaps scores them."""
     return not calls_engine_itself(args) or bool(args.rollout_sample_hook_path)
 
 
@@ -82,17 +82,17 @@ def _can_be_tried(args: Args, sample: Sample) -> bool:
         return not args.custom_rm_path.startswith("slime.")  # those ask a teacher
     row = _row(args, sample)
     if row is None:
-        return True  # and it will be told that there is none of that name
+        return True  # the call reports that there is none of that name
     return not row.is_remote and (row.package is None or is_installed(row.package.replace("-", "_")))
 
 
 def _row(args: Args | PluginArgs, sample: Sample) -> Reward | None:
-    """The built-in reward of a sample; None: a function of the user's scores it."""
+    """Return the built-in reward of a sample; None: a function of the user scores it."""
     return None if args.custom_rm_path else find_reward(sample.metadata.get("rm_type") or args.rm_type)
 
 
 class _Trial:
-    """Calls of the reward, with one deadline for all of them and a folder that is thrown away."""
+    """Calls the reward, with one deadline for all calls and a temporary folder."""
 
     def __init__(self, args: Args, scratch: str):
         given = plugin_args(args, RunInfo(run_id="preflight", run_dir=scratch))
@@ -103,71 +103,64 @@ class _Trial:
         self.subject = "--custom-rm-path" if args.custom_rm_path else "--rm-type"
         self._deadline = time.monotonic() + (DEADLINE_S if args.custom_rm_path else WORKER_DEADLINE_S)
 
-    def needs_run(self) -> Finding | None:
-        """A note if the reward asked for a fact that only a run knows."""
-        asked = vars(self.args).get("asked")
-        text = f"it asks for args.{asked}, which only a run knows: it is first called by a rollout"
-        return Finding("note", self.subject, text) if asked else None
-
-    def score(self, samples: list[Sample]) -> None:
+    def score(self, samples: list[Sample]) -> Exception | None:
+        """Score the samples in one call; return the error that ended it."""
         try:
             run(score_samples(self.args, samples), max(0.0, self._deadline - time.monotonic()))
+        except (PluginError, RewardConfigError, TimeoutError) as error:
+            return error
         finally:
             reset_breaker()
+        return None
+
+    def value(self, sample: Sample) -> float | None:
+        value = None if sample.reward is None else sample.get_reward_value(self.args)
+        return float(value) if isinstance(value, (int, float)) else None
 
 
 def _try(trial: _Trial, sample: Sample) -> Iterator[Finding]:
-    """Scores a made-up answer and the label; in one group where groups are scored."""
+    """Score a made-up answer and the label, in one call where the reward scores whole groups.
+
+    A custom reward also gets the label followed by the token that ends a response, as engines return it.
+    """
+    args, row = trial.args, _row(trial.args, sample)
     has_label = sample.label not in (None, "", [])
-    answers = [MADE_UP, right_answer(trial.args, sample) if has_label else "42"]
-    tried = [_answered(trial.args, sample, answer) for answer in answers]
-    if trial.args.custom_rm_path and waits_for_group(trial.args):
-        rest = range(trial.args.n_samples_per_prompt - 2)
-        group = [*tried, *(_answered(trial.args, sample, MADE_UP) for _ in rest)]
-        calls = [group[: trial.args.n_samples_per_prompt]]
+    answers = [MADE_UP, right_answer(args, sample) if has_label else "42"]
+    if args.custom_rm_path and waits_for_group(args):
+        answers = (answers + [MADE_UP] * args.n_samples_per_prompt)[: args.n_samples_per_prompt]
+        tried = [_answered(args, sample, answer) for answer in answers]
+        calls = [tried]
     else:
+        end = load_tokenizer(args.hf_checkpoint).eos_token
+        if args.custom_rm_path and has_label and end and not args.rollout_skip_special_tokens:
+            answers.append(answers[1] + end)
+        tried = [_answered(args, sample, answer) for answer in answers]
         calls = [[one] for one in tried]
-    failures = [_failure(trial, call) for call in calls]
-    if any(failures):
-        yield _told(trial, failures)
-        return
-    for one in tried:
-        if one.reward_failure is not None:
-            text = f"it gave no score for {_short(one.response)}: {one.reward_failure.reason}"
-            yield trial.needs_run() or Finding("warning", trial.subject, text)
-            return
-    row = _row(trial.args, sample)
-    if has_label and (row is None or row.needs_label) and tried[1].reward is not None:
-        yield from _compare(trial, *tried)
-        yield from _check_ending(trial, sample, tried[1])
+    failures = [trial.score(call) for call in calls]
+    unscored = next((one for one in tried if one.reward_failure is not None), None)
+    if (any(failures) or unscored) and (asked := vars(args).get("asked")):
+        text = f"it asks for args.{asked}, which only a run knows: it is first called by a rollout"
+        yield Finding("note", trial.subject, text)
+    elif any(failures):
+        yield _failed(trial.subject, failures)
+    elif unscored is not None and unscored.reward_failure is not None:
+        text = f"it gave no score for {_short(unscored.response)}: {unscored.reward_failure.reason}"
+        yield Finding("warning", trial.subject, text)
+    elif has_label and (row is None or row.needs_label):
+        yield from _compare(trial, tried)
 
 
-def _failure(trial: _Trial, samples: list[Sample]) -> Exception | None:
-    try:
-        trial.score(samples)
-    except (PluginError, RewardConfigError, TimeoutError) as error:
-        return error
-    return None
-
-
-def _told(trial: _Trial, failures: list[Exception | None]) -> Finding:
-    """What is said of calls that ended without an answer or with a wrong one."""
-    if (note := trial.needs_run()) is not None:
-        return note
+def _failed(subject: str, failures: list[Exception | None]) -> Finding:
+    """Describe calls that raised or returned no score; an error if no other answer could avoid it."""
     errors = [error for error in failures if error is not None]
     if any(isinstance(error, TimeoutError) for error in errors):
-        text = "it did not answer in time, and was not tried further; --skip-preflight reward leaves it alone"
-        return Finding("warning", trial.subject, text)
-    wrong_value = next(filter(_is_wrong_value, errors), None)
-    same = len({type(error and error.__cause__) for error in failures}) == 1
-    certain = wrong_value is not None or (same and _is_certain(errors[0].__cause__))
-    lines = str(wrong_value or errors[0]).removeprefix(trial.subject).strip().splitlines()
+        text = "it did not answer in time, and was not tried again; --skip-preflight reward skips this"
+        return Finding("warning", subject, text)
+    wrong_values = [error for error in errors if error.__cause__ is None]
+    certain = wrong_values or all(error is not None and _is_certain(error.__cause__) for error in failures)
+    lines = str([*wrong_values, *errors][0]).removeprefix(subject).strip().splitlines()
     text = "\n".join(line for line in lines if not line.startswith(("  for ", "  Another try")))
-    return Finding("error" if certain else "warning", trial.subject, text)
-
-
-def _is_wrong_value(error: Exception) -> bool:
-    return error.__cause__ is None and not isinstance(error, TimeoutError)
+    return Finding("error" if certain else "warning", subject, text)
 
 
 def _is_certain(error: BaseException | None) -> bool:
@@ -178,7 +171,7 @@ def _is_certain(error: BaseException | None) -> bool:
 
 
 def right_answer(args: PluginArgs, sample: Sample) -> str:
-    """The label in the form that a built-in reward looks for; a custom one gets it as it is."""
+    """Return the label in the form that a built-in reward looks for; a custom one gets it as it is."""
     label = str(sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label)
     row = _row(args, sample)
     if row is not None and (row.reads_box or (args.rm_type or "").startswith("boxed_")):
@@ -188,7 +181,7 @@ def right_answer(args: PluginArgs, sample: Sample) -> str:
 
 
 def _answered(args: PluginArgs, sample: Sample, answer: str) -> Sample:
-    """The sample as if the model had given this answer."""
+    """Return the sample as if the model had given this answer."""
     tried = copy.deepcopy(sample)
     tried.index = tried.group_index = 0
     tried.response, tried.status = answer, Sample.Status.COMPLETED
@@ -200,40 +193,25 @@ def _answered(args: PluginArgs, sample: Sample, answer: str) -> Sample:
     return tried
 
 
-def _compare(trial: _Trial, made_up: Sample, right: Sample) -> Iterator[Finding]:
-    low, high = (_number(sample.get_reward_value(trial.args)) for sample in (made_up, right))
+def _compare(trial: _Trial, tried: list[Sample]) -> Iterator[Finding]:
+    """Report the scores of the made-up answer, the label, and the label with its end token."""
+    low, high, *rest = (trial.value(sample) for sample in tried)
     if low is None or high is None:
         return
-    shown = f"{high:g} for {_short(right.response)}, the label of the first row, and {low:g} for {MADE_UP!r}"
+    shown = f"{high:g} for {_short(tried[1].response)}"
+    both = f"it gives {shown}, the label of the first row, and {low:g} for {MADE_UP!r}"
     if high > low:
-        yield Finding("note", trial.subject, f"it gives {shown}")
+        yield Finding("note", trial.subject, both)
     else:
-        text = f"it gives {shown}: does the right answer score well? Look at the reward and the labels."
+        text = f"{both}: does the right answer score well? Look at the reward and the labels."
         yield Finding("warning", trial.subject, text)
-
-
-def _check_ending(trial: _Trial, sample: Sample, right: Sample) -> Iterator[Finding]:
-    """Whether the right answer is still right with the token that ends it, as engines give it."""
-    args = trial.args
-    end = load_tokenizer(args.hf_checkpoint).eos_token
-    ours = not args.custom_rm_path or waits_for_group(args)
-    if not end or ours or args.rollout_skip_special_tokens:
-        return
-    ended = _answered(args, sample, right.response + end)
-    if _failure(trial, [ended]) is not None or ended.reward is None:
-        return
-    before, after = (_number(one.get_reward_value(args)) for one in (right, ended))
-    if before is not None and after is not None and after < before:
+    has_end = len(tried) == 3 and tried[2].response.startswith(tried[1].response)
+    if has_end and rest[0] is not None and rest[0] < high:
         text = (
-            f"it gives {before:g} for {_short(right.response)} and {after:g} for {_short(ended.response)}, "
-            "which is how answers end: compare slime.rollout.rm_hub.answer_text(args, sample), or set "
-            "--rollout-skip-special-tokens"
+            f"it gives {shown} and {rest[0]:g} for {_short(tried[2].response)}, which is how responses end: "
+            "compare slime.rollout.rm_hub.answer_text(args, sample), or set --rollout-skip-special-tokens"
         )
         yield Finding("warning", trial.subject, text)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _short(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run will cost, estimated from its settings and config.json: memory of a device, seconds of a step.
+"""Estimates a run's device memory and seconds per step from its settings and config.json.
 
 Unless the caller knows better, responses have half the allowed length on average, and the longest all of it.
 Not covered: fragmentation, buffers of collectives, what a Python process needs, a critic's or teacher's pass.
@@ -30,7 +30,7 @@ from slime.preflight.trainer_plan import (
     layer_parameters,
     moment_bytes,
     outside_parameters,
-    plan_trainer,
+    plan_stages,
     read_model,
 )
 from slime.utils.machine.accelerator import device_count
@@ -47,7 +47,7 @@ _PROCESS = 600 << 20  # Python with its libraries, which stands where the model 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Bytes by what they are for, on the device of one trainer rank and of one engine; seconds of a step.
+    """Bytes by purpose, on the device of one trainer rank and of one engine, and seconds of a step.
 
     Example: RunPlan({"weights": 8e9, "gradients": 8e9}, {"weights": 4e9}, True, 12.0, 30.0) of a run whose
     trainer and engines take turns on a device. An empty dict: there is no trainer, or no engine of ours.
@@ -106,7 +106,7 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a run is planned for: a GPU with `room` bytes and, if known, a name; or a machine without one."""
+    """The planned hardware: a GPU with `room` bytes and, if known, a name; or a machine without one."""
 
     room: float
     is_gpu: bool
@@ -190,8 +190,8 @@ def _trainer_memory(args: Args, model: dict[str, Any], device: Device) -> dict[s
     if BACKENDS[args.train_backend].has_pipeline:
         micro = max(1, (args.global_batch_size or 1) // max(1, sizes.dp * args.micro_batch_size))
         settings = args.to_dict() | {"max_tokens_per_gpu": _tokens_at_once(args)}
-        options = Namespace(**settings, num_micro_batches=micro, moe_load_max_over_mean=2.0)
-        worst = max(plan_trainer(model, sizes, options).stages, key=lambda stage: stage.total)
+        options = Namespace(**settings, num_micro_batches=micro)
+        worst = max(plan_stages(model, sizes, options), key=lambda stage: stage.total)
         parts = {"gradients": worst.gradients, "optimizer": worst.optimizer}
         parts = {name: value * _trained_share(args, model) for name, value in parts.items()}
         return {"weights": worst.weights, **parts, "activations": worst.activations}
@@ -298,7 +298,7 @@ def _micro_batches(args: Args, work: Work) -> float:
 def _cpu_seconds(
     args: Args, config: dict[str, Any], device: Device, work: Work
 ) -> tuple[float, float, float]:
-    """Return the same of one CPU, whose cores all ranks share; a push there is not worth an estimate."""
+    """Return the seconds of a step on one CPU, whose cores all ranks share; its push time is negligible."""
     matrices = Model(config).matrices
     item = device.item_bytes(args)
     speed = _cpu_operations_per_second()

@@ -1,7 +1,7 @@
-"""What a step costs on many GPUs: a model of generation, training and the push, from sizes and rates.
+"""Models the cost of a step on many GPUs: generation, training and weight push, from sizes and rates.
 
 `benchmarks/generation_costs.py` and `benchmarks/scaling.py` compare it with real steps; docs/performance.md
-has the errors, and `slime plan --gpus` prints the ASSUMPTIONS.
+has the errors, and `slime simulate` prints the ASSUMPTIONS.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from slime.batch.flops import ModelShape
 from slime.catalog.gpus import MODELS, GpuRow
 from slime.preflight.trainer_plan import (
     Sizes,
-    expert_imbalance,
     known_shape,
     layer_parameters,
     number_of_experts,
     outside_parameters,
-    plan_trainer,
+    plan_stages,
     read_model,
 )
 
@@ -34,7 +33,7 @@ from slime.preflight.trainer_plan import (
 _SHARE_WIDE, _SHARE_PER_WIDTH, _SHARE_EXPERTS = 0.837, 280.0, 0.73
 # One decode pass costs this much however little it computes: the scheduler, and kernels that wait for each
 # other. Admitting a request interrupts the decode passes of all others.
-_DECODE_S, _DECODE_LAYER_S, _ADMIT_S = 1.25e-3, 14e-6, 6.2e-3
+_DECODE_S, _DECODE_LAYER_S, ADMIT_S = 1.25e-3, 14e-6, 6.2e-3
 _DECODE_SHARE, _PREFILL_SHARE = 0.95, 0.74  # of the matrix rate
 _CACHE_SHARE = 0.73  # of the memory rate that attention reaches when it reads the KV cache
 _HOP_S = 12e-6  # one collective between GPUs of a machine; ten times that between machines
@@ -43,10 +42,9 @@ _HIDDEN = 0.7  # of the gradient and parameter traffic, behind the backward pass
 _ROOM, _TRAINER_ROOM = 0.88, 0.92  # of a GPU's memory that an engine takes, or a trainer
 # Bytes per second of a push on one machine; with more it grows as the square root of their number.
 PUSH_RATES = {"same GPU": 60e9, "shared GPUs": 9e9, "broadcast": 8e9}
-_PUSH_S, _PAUSE_S = 0.9, 0.13
+_PUSH_S, PAUSE_S = 0.9, 0.13  # PAUSE_S: for how long engines are paused in it
 SWAP_S = 2.0  # engine and trainer change places on the device, both ways
 _MAX_RUNNING = 256
-_PARTS = 8  # splits that are looked at: 1/8 of the GPUs generate, 2/8, ...
 _LONG = 16_384  # tokens; shorter samples are not cut by context parallelism
 
 ASSUMPTIONS = (
@@ -98,7 +96,7 @@ def _lengths(mean: float, spread: float, longest: float, count: int = 64) -> tup
 
 
 class Model:
-    """Numbers of a config.json that costs follow from."""
+    """Numbers of a config.json that determine costs."""
 
     def __init__(self, config: dict[str, Any]):
         self.config = config
@@ -173,7 +171,7 @@ class EnginePlan:
         lengths = sorted(work.lengths())
         running = min(float(self.max_running), samples)
         cached = work.prompt + sum(lengths) / len(lengths) / 2
-        seconds = self.prefill_s(samples / work.siblings * work.prompt) + samples * _ADMIT_S
+        seconds = self.prefill_s(samples / work.siblings * work.prompt) + samples * ADMIT_S
         waiting = samples - running
         seconds += waiting * work.answer / running * self.decode_s(int(running), running * cached)
         before = 0.0
@@ -183,15 +181,6 @@ class EnginePlan:
             seconds += (length - before) * self.decode_s(max(1, round(left)), left * context)
             before = length
         return seconds
-
-    def tokens_per_s(self, work: Work) -> float:
-        """Tokens per second with as many requests as fit, of all ages."""
-        running = self.max_running
-        lengths = work.lengths()
-        age = sum(n * n for n in lengths) / sum(lengths) / 2
-        decode = self.decode_s(running, running * (work.prompt + age))
-        admit = self.prefill_s(work.prompt / work.siblings) + _ADMIT_S
-        return running / (decode + running * admit / work.answer)
 
 
 def engine_plans(model: Model, gpu: GpuRow, work: Work, *, most: int) -> Iterator[EnginePlan]:
@@ -205,7 +194,7 @@ def engine_plans(model: Model, gpu: GpuRow, work: Work, *, most: int) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class TrainPlan:
-    """A layout and the seconds of one rollout's training by what they are for."""
+    """A layout, and the seconds of one rollout's training by purpose."""
 
     sizes: Sizes
     parts: dict[str, float]
@@ -246,9 +235,8 @@ def train_plan(
         exp_avg_dtype="fp32",
         exp_avg_sq_dtype="fp32",
         activation_checkpointing="full" if recompute else "none",
-        moe_load_max_over_mean=_BUSIEST_EXPERT,
     )
-    layout = plan_trainer(model.config, sizes, options)
+    stages = plan_stages(model.config, sizes, options)
     compute = passes * forward / (sizes.ranks * gpu.flops * model.share)
     parts = {"compute": compute}
     if model.experts:
@@ -265,15 +253,31 @@ def train_plan(
         tokens = local * model.layers / sizes.pp / sizes.tp
         parts["expert parallel"] = talks * tokens * 2 * model.hidden * copies * (1 - 1 / sizes.ep) / rate
     if sizes.ranks > 1:
-        held = max(stage.parameters for stage in layout.stages)
+        held = max(stage.parameters for stage in stages)
         rate = gpu.link if sizes.ranks <= gpu.per_node else gpu.network
         parts["gradients"] = work.optimizer_steps * held * 6 / rate * (1 - _HIDDEN)
     if sizes.pp > 1:
         busy = sum(parts.values())
         parts["pipeline bubble"] = busy * (sizes.pp - 1) / micro
-    stepped = max(stage.optimizer for stage in layout.stages)
+    stepped = max(stage.optimizer for stage in stages)
     parts["optimizer"] = work.optimizer_steps * 2 * stepped / gpu.memory
-    return TrainPlan(sizes, parts, max(stage.total for stage in layout.stages), recompute)
+    return TrainPlan(sizes, parts, max(stage.total for stage in stages), recompute)
+
+
+def expert_imbalance(experts: int, ranks: int, busiest: float) -> float:
+    """Return the work of the busiest expert-parallel rank over the mean; `busiest`: that of single experts.
+
+    Loads are taken as independent: a rank with many experts evens them out. It is 1 with one rank and
+    `busiest` with one expert per rank.
+    """
+    if ranks == 1:
+        return 1.0
+    return 1.0 + (busiest - 1.0) * _largest_of(ranks) / _largest_of(experts) / math.sqrt(experts / ranks)
+
+
+def _largest_of(count: int) -> float:
+    """Return the expected largest of `count` standard normal numbers (Blom's approximation)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def layouts(model: Model, gpu: GpuRow, ranks: int, work: Work) -> Iterator[Sizes]:
@@ -314,70 +318,10 @@ def best_training(model: Model, gpu: GpuRow, ranks: int, work: Work) -> TrainPla
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class RunCost:
-    """A whole step. `rollout_gpus` 0: engines and trainer take turns on all GPUs."""
-
-    gpus: int
-    rollout_gpus: int
-    engine: EnginePlan
-    trainer: TrainPlan
-    generate_s: float
-    push_s: float
-    swap_s: float
-    overlapped: bool
-
-    @property
-    def step_s(self) -> float:
-        if not self.overlapped:
-            return self.generate_s + self.trainer.seconds + self.push_s + self.swap_s
-        return max(self.generate_s, self.trainer.seconds + self.push_s)
-
-    @property
-    def way(self) -> str:
-        return "asynchronous" if self.overlapped else "apart, in turns" if self.rollout_gpus else "in turns"
-
-
 def push_seconds(model: Model, gpu: GpuRow, gpus: int, *, apart: bool) -> float:
     way = "broadcast" if apart else "same GPU" if gpus == 1 else "shared GPUs"
     machines = max(1.0, gpus / gpu.per_node)
     return _PUSH_S + 2 * model.parameters / (PUSH_RATES[way] * math.sqrt(machines))
-
-
-def best_runs(model: Model, gpu: GpuRow, gpus: int, work: Work) -> list[RunCost]:
-    """The best of each way to share the GPUs, fastest first: in turns, and apart for every split."""
-    gpu = gpu.among(gpus)
-    found: list[RunCost] = []
-    whole = best_training(model, gpu, gpus, work)
-    engines = list(engine_plans(model, gpu, work, most=gpus))
-    if whole is not None and engines:
-        times = [(e.generate_s(work, work.samples / (gpus // e.gpus)), e) for e in engines]
-        seconds, engine = min(times, key=lambda pair: pair[0])
-        push = push_seconds(model, gpu, gpus, apart=False)
-        found.append(RunCost(gpus, 0, engine, whole, seconds, push, SWAP_S, False))
-    push = push_seconds(model, gpu, gpus, apart=True)
-    for part in range(1, _PARTS):
-        rollout = gpus * part // _PARTS
-        trainer = best_training(model, gpu, gpus - rollout, work) if 0 < rollout < gpus else None
-        fitting = [e for e in engines if rollout and rollout % e.gpus == 0]
-        if trainer is None or not fitting:
-            continue
-        # Asynchronous: answers of all ages are in flight, so that no engine waits for the longest.
-        engine = max(fitting, key=lambda e: e.tokens_per_s(work) / e.gpus)
-        in_flight = min(engine.max_running, max(1, round(2 * work.samples / (rollout // engine.gpus))))
-        engine = replace(engine, max_running=in_flight)
-        busy = min(rollout // engine.gpus, 2 * work.samples)  # no more engines than answers in flight
-        seconds = work.samples * work.answer / (engine.tokens_per_s(work) * busy)
-        found.append(RunCost(gpus, rollout, engine, trainer, seconds, push, 0.0, True))
-    return sorted(found, key=lambda run: run.step_s)
-
-
-def best_on_fewer(model: Model, gpu: GpuRow, gpus: int, work: Work) -> RunCost | None:
-    """The best run on some of the GPUs: on a few less, or a number that layouts divide; None: none fits."""
-    sizes = [2**power for power in range(gpus.bit_length())]
-    fewer = {*sizes, *(gpus - gpus % size for size in sizes), *range(max(1, gpus - _PARTS), gpus)} - {gpus}
-    found = [run for count in fewer for run in best_runs(model, gpu, count, work)[:1]]
-    return min(found, key=lambda run: run.step_s, default=None)
 
 
 def model_of(name: str) -> Model:
@@ -397,36 +341,3 @@ def model_config(name: str) -> dict[str, Any]:
         f"--model {name!r} is no folder with a config.json and none of {', '.join(MODELS)}: name one of them "
         "with --model, whatever --hf-checkpoint is."
     )
-
-
-def run_lines(
-    model: Model, gpu_name: str, runs: Sequence[RunCost], work: Work, fewer: RunCost | None = None
-) -> list[str]:
-    """The best run by its parts, then every way; `fewer`: the best on some of the GPUs."""
-    best = runs[0]
-    trainer, engine = best.trainer, best.engine
-    where = "all GPUs in turns" if not best.rollout_gpus else f"{best.gpus - best.rollout_gpus} GPUs"
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in trainer.parts.items() if seconds > 0.05)
-    lines = [
-        f"{model.parameters / 1e9:.1f}B parameters ({model.matrices / 1e9:.1f}B a token) on {best.gpus} "
-        f"{gpu_name}; {work.samples} answers of {work.answer:.0f} tokens to prompts of {work.prompt:.0f}",
-        f"best: {best.way}, a step {best.step_s:.1f} s",
-        f"  train on {where}: {trainer.words}; {trainer.memory / 2**30:.0f} GiB a GPU",
-        f"  training {trainer.seconds:.1f} s ({parts})",
-        f"  generating {best.generate_s:.1f} s: engines of {engine.gpus} GPUs, {engine.max_running} requests "
-        f"each; push {best.push_s:.1f} s, change of places {best.swap_s:.1f} s",
-    ]
-    if fewer is not None and fewer.step_s < best.step_s:
-        lines.append(
-            f"  fewer are faster: on {fewer.gpus} a step takes {fewer.step_s:.1f} s. More help where "
-            "layouts, by powers of two, divide them, and where each has enough samples."
-        )
-    lines.append("train:rollout  step s generate  train   push  layout")
-    for run in runs:
-        split = f"{run.gpus - run.rollout_gpus}:{run.rollout_gpus}" if run.rollout_gpus else "in turns"
-        s, recompute = run.trainer.sizes, " recompute" if run.trainer.recompute else ""
-        lines.append(
-            f"{split:>13} {run.step_s:>7.1f} {run.generate_s:>8.1f} {run.trainer.seconds:>6.1f} "
-            f"{run.push_s:>6.1f}  tp{s.tp} pp{s.pp} cp{s.cp} ep{s.ep} dp{s.dp}{recompute}"
-        )
-    return [*lines, "assumed:", *(f"  {line}" for line in ASSUMPTIONS)]

@@ -1,4 +1,4 @@
-"""Where models are kept and where they go: checkpoints of Megatron's, engines that serve them, the hub."""
+"""Checks the sources and targets of models: Megatron checkpoints, engines that serve them, the hub."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_megatron_folders(args: Args) -> Iterator[Finding]:
             elif config is not None:
                 TorchDistFolder(folder, config)
         except UnknownLayout as error:
-            instead = f": the weights of {args.hf_checkpoint} are taken instead"
+            instead = f": the weights of {args.hf_checkpoint} are used instead"
             released = is_release(folder)
             text = f"{folder} cannot be read ({error}){instead if released else ''}."
             yield Finding("warning" if released else "error", flag, text)
@@ -66,7 +66,7 @@ def check_hub_login(args: Args) -> Iterator[Finding]:
 
 
 def _config(model: str | None) -> Any:
-    """The config of a local folder whose type transformers knows; None: what is wrong is told elsewhere."""
+    """Return the config of a local model folder; None if transformers cannot read it (reported elsewhere)."""
     if model is None or not read_config(model):
         return None
     from transformers import AutoConfig

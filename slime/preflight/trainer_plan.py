@@ -1,20 +1,16 @@
-"""Estimates from config.json what a Megatron layout costs: memory, pipeline bubble, expert imbalance.
+"""Counts the parameters of a model from config.json, and estimates the memory of a Megatron layout.
 
 Not covered: compiled layers, buffers of collectives, fragmentation, the inference engine.
 """
 
-import argparse
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from slime.arguments.groups.training import MOMENT_BYTES
-from slime.preflight.pipeline_schedule import bubble_share, most_kept
 
 GIB = 2**30
 _WEIGHT, _GRADIENT, _MASTER, _ACTIVATION = 2, 4, 4, 2  # bytes of one number
@@ -22,7 +18,7 @@ _WEIGHT, _GRADIENT, _MASTER, _ACTIVATION = 2, 4, 4, 2  # bytes of one number
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters of one layer or of what stands around them, by how they are shared."""
+    """Parameters of layers, embedding or output matrix, by how ranks share them."""
 
     cut: float = 0.0  # over tensor-parallel ranks
     whole: float = 0.0  # on every tensor-parallel rank
@@ -49,8 +45,7 @@ class Sizes:
     etp: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
-    first_layers: int | None = None  # of the first and of the last stage, where they differ from the others
-    last_layers: int | None = None
+    last_layers: int | None = None  # of the last stage, where it differs from the others
 
     @property
     def dp(self) -> int:
@@ -77,29 +72,11 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerPlan:
-    """What `slime plan` prints about the trainer."""
-
-    sizes: Sizes
-    parameters: float
-    stages: tuple[RankMemory, ...]
-    micro_batches: int
-    bubble: float  # share of a step in which a stage waits
-    expert_imbalance: float | None  # work of the busiest expert-parallel rank over the mean; None: no experts
-
-
-def plan_trainer(model: dict[str, Any], sizes: Sizes, options: argparse.Namespace) -> TrainerPlan:
-    layers = model["num_hidden_layers"]
+def plan_stages(model: dict[str, Any], sizes: Sizes, options: Any) -> list[RankMemory]:
+    """Return the memory of each pipeline stage; ValueError where the model cannot be split like this."""
     _check(model, sizes)
-    counts = layers_per_stage(sizes, layers)
-    stages = tuple(_stage_memory(model, sizes, stage, counts, options) for stage in range(sizes.pp))
-    all_layers = parameters_of(model, range(layers)).total
-    around = sum(p.total for p in outside_parameters(model).values())
-    experts = number_of_experts(model)
-    imbalance = expert_imbalance(experts, sizes.ep, options.moe_load_max_over_mean) if experts else None
-    bubble = bubble_share(tuple(counts), sizes.vpp, options.num_micro_batches)
-    return TrainerPlan(sizes, all_layers + around, stages, options.num_micro_batches, bubble, imbalance)
+    counts = layers_per_stage(sizes, model["num_hidden_layers"])
+    return [_stage_memory(model, sizes, stage, counts, options) for stage in range(sizes.pp)]
 
 
 def _check(model: dict[str, Any], sizes: Sizes) -> None:
@@ -135,17 +112,14 @@ def _check(model: dict[str, Any], sizes: Sizes) -> None:
 
 
 def layers_per_stage(sizes: Sizes, layers: int) -> list[int]:
-    """Equal counts but for given first and last stages: 61 layers, pp 4, last 13 -> 16 16 16 13."""
-    ends = {0: sizes.first_layers, sizes.pp - 1: sizes.last_layers}
-    given = {stage: count for stage, count in ends.items() if count is not None}
-    rest, others = layers - sum(given.values()), sizes.pp - len(given)
-    even = rest % others == 0 if others else rest == 0
-    counts = [given.get(stage, rest // others if others else 0) for stage in range(sizes.pp)]
-    if not even or min(counts) < 1 or any(count % sizes.vpp for count in counts):
+    """Return equal counts, except for a given last stage: 61 layers, pp 4, last 13 -> 16 16 16 13."""
+    last = [] if sizes.last_layers is None else [sizes.last_layers]
+    others, rest = sizes.pp - len(last), layers - sum(last)
+    counts = [rest // others] * others + last
+    if rest % others or min(counts) < 1 or any(count % sizes.vpp for count in counts):
         raise ValueError(
             f"{layers} layers cannot be shared by {sizes.pp} stages of {sizes.vpp} chunks: use sizes whose "
-            "product divides them, or --num-layers-in-first-pipeline-stage and "
-            "--num-layers-in-last-pipeline-stage."
+            "product divides them."
         )
     return counts
 
@@ -265,7 +239,7 @@ def outside_parameters(model: dict[str, Any]) -> dict[str, Parameters]:
 
 
 def _stage_memory(
-    model: dict[str, Any], sizes: Sizes, stage: int, counts: list[int], options: argparse.Namespace
+    model: dict[str, Any], sizes: Sizes, stage: int, counts: list[int], options: Any
 ) -> RankMemory:
     layers = _layers_of(stage, counts, sizes.vpp)
     held = parameters_of(model, layers)
@@ -309,10 +283,8 @@ def _layers_of(stage: int, counts: list[int], chunks: int) -> list[int]:
     return [chunk * all_stages + before + i for chunk in range(chunks) for i in range(own)]
 
 
-def _activations(
-    model: dict[str, Any], sizes: Sizes, stage: int, layers: list[int], options: argparse.Namespace
-) -> float:
-    """Activations that a stage keeps: of one micro-batch, times those that are on their way through it."""
+def _activations(model: dict[str, Any], sizes: Sizes, stage: int, layers: list[int], options: Any) -> float:
+    """Return the bytes of activations that a stage keeps: one micro-batch times the number in flight."""
     tokens = options.max_tokens_per_gpu  # of one context-parallel rank
     kinds = [(kept_per_token(model, sizes, alike[0]), len(alike)) for alike in _alike(model, layers)]
     if options.activation_checkpointing == "full":
@@ -320,7 +292,21 @@ def _activations(
         one = _ACTIVATION * tokens * (inputs + max(kept for kept, _ in kinds))
     else:
         one = _ACTIVATION * tokens * sum(kept * count for kept, count in kinds)
-    return one * most_kept(stage, sizes.pp, sizes.vpp, options.num_micro_batches)
+    return one * _most_kept(stage, sizes.pp, sizes.vpp, options.num_micro_batches)
+
+
+def _most_kept(stage: int, stages: int, chunks: int, micro_batches: int) -> float:
+    """Return the most micro-batches whose activations a stage keeps at once, counted in whole stages.
+
+    In Megatron's schedule a stage has this many forward passes before its first backward pass. Interleaved
+    stages take micro-batches in groups of `stages`; the last group is filled up with idle work.
+    """
+    later = stages - stage - 1
+    if chunks == 1:
+        return min(later + 1, micro_batches)
+    warm_up = 2 * later + (chunks - 1) * stages
+    filled_up = -(-micro_batches // stages) * stages
+    return min(warm_up + 1, filled_up * chunks) / chunks
 
 
 def kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
@@ -334,42 +320,3 @@ def kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
     else:
         mlp = 3 * model["intermediate_size"] / sizes.tp
     return 4 * hidden / split + (2 * (query + key_value) + query) / sizes.tp + mlp
-
-
-# -- time ----------------------------------------------------------------------------------------------------
-
-
-def expert_imbalance(experts: int, ranks: int, busiest: float) -> float:
-    """Work of the busiest expert-parallel rank over the mean, from that of the busiest expert (`busiest`).
-
-    Loads are taken as independent: a rank with many experts evens them out. 1 with
-    one rank, `busiest` with one expert each.
-    """
-    if ranks == 1:
-        return 1.0
-    return 1.0 + (busiest - 1.0) * _largest_of(ranks) / _largest_of(experts) / math.sqrt(experts / ranks)
-
-
-def _largest_of(count: int) -> float:
-    """Expected largest of `count` standard normal numbers (Blom's approximation)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-
-
-# -- report --------------------------------------------------------------------------------------------------
-
-
-def render(plan: TrainerPlan) -> str:
-    s = plan.sizes
-    shape = f"tp {s.tp}, pp {s.pp}" + (f" x {s.vpp} chunks" if s.vpp > 1 else "") + f", cp {s.cp}, dp {s.dp}"
-    lines = [f"trainer: {plan.parameters / 1e9:.2f}B parameters on {s.ranks} ranks ({shape}, ep {s.ep})"]
-    heads = "  stage  parameters   weights  gradients  optimizer  activations    total"
-    lines.append(f"{heads} (GiB per rank, estimated)")
-    for m in plan.stages:
-        cells = ((10, m.weights), (11, m.gradients), (11, m.optimizer), (13, m.activations), (9, m.total))
-        shown = "".join(f"{value / GIB:>{width}.1f}" for width, value in cells)
-        lines.append(f"  {m.stage:>5}{m.parameters / 1e9:>11.2f}B{shown}")
-    bubble = f"{100 * plan.bubble:.1f}% of a step of {plan.micro_batches} micro-batches"
-    lines.append(f"  pipeline bubble: {bubble}")
-    if plan.expert_imbalance is not None:
-        lines.append(f"  busiest expert-parallel rank: {plan.expert_imbalance:.2f} times the mean work")
-    return "\n".join(lines)

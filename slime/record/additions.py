@@ -1,4 +1,4 @@
-"""What the record stores in addition to the samples: the text of each token id, and advantages."""
+"""Data that the record stores in addition to the samples: the text of each token id, and advantages."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -123,7 +123,15 @@ class Record(Reader):
 
     def answers(self, select: Select) -> list[Answer]:
         """Return at most `select.limit` samples. An order by reward leaves out samples without a reward."""
-        where, values = _conditions(select)
+        step = select.rollout_id
+        equal = {
+            "r.kind": select.kind,
+            "r.rollout_id": None if step is None else max(-1, min(step, _MOST)),
+            "g.dataset": select.dataset,
+            "g.outcome": select.outcome,
+        }
+        words, values = conditions(equal, select.contains, None if select.order == "made" else "s.reward")
+        where = " AND ".join(words) or "1"
         order = {
             "made": "r.time DESC, r.id DESC, g.group_index, s.sample_index",
             "worst": "s.reward, s.id",
@@ -162,38 +170,28 @@ class Record(Reader):
         )
         return self._ask_answers(query, (kind, rollout_id, prompt_hash(prompt)))
 
-    def why_no_step(self, step: int) -> str:
-        """Explain why there are no samples of a training step: they were removed, or it was never made."""
-        rows = [row for row in self.rollouts() if row.kind == "train"]
-        if any(row.rollout_id == step and row.pruned for row in rows):
-            return f"the samples of step {step} were removed for their size or age."
-        numbers = sorted(row.rollout_id for row in rows)
-        return f"there is no step {step}; " + (
-            f"it has {numbers[0]} to {numbers[-1]}." if numbers else "the record has no rollout yet."
-        )
-
 
 def open_record(run_dir: str | Path) -> Record:
     """Open the record in the folder of a run. RecordError: there is none; the message says why."""
     return Record(Path(run_dir) / RECORD_FILE)
 
 
-def _conditions(select: Select) -> tuple[str, list[object]]:
-    step = select.rollout_id
-    wanted = {
-        "r.kind": select.kind,
-        "r.rollout_id": None if step is None else max(-1, min(step, _MOST)),
-        "g.dataset": select.dataset,
-        "g.outcome": select.outcome,
-    }
-    words = [f"{column} = ?" for column, value in wanted.items() if value is not None]
-    values: list[object] = [value for value in wanted.values() if value is not None]
-    if select.contains is not None:
+def conditions(
+    equal: Mapping[str, object], contains: str | None, known: str | None
+) -> tuple[list[str], list[object]]:
+    """Return the conditions of a query for samples, and their values; None is no condition.
+
+    `equal`: columns and their values. `contains`: a text in prompt, response or label. `known`: a column that
+    is not NULL.
+    """
+    words = [f"{column} = ?" for column, value in equal.items() if value is not None]
+    values: list[object] = [value for value in equal.values() if value is not None]
+    if contains is not None:
         words.append("(instr(lower(g.prompt), ?) OR instr(lower(s.response), ?) OR instr(lower(g.label), ?))")
-        values += [select.contains.lower()] * 3
-    if select.order != "made":
-        words.append("s.reward IS NOT NULL")
-    return " AND ".join(words) or "1", values
+        values += [contains.lower()] * 3
+    if known is not None:
+        words.append(f"{known} IS NOT NULL")
+    return words, values
 
 
 def _answer(row: sqlite3.Row | tuple[Any, ...]) -> Answer:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ class Tokens:
     loss_mask: list[int] | None
     versions: list[tuple[str, int, int]]
     execution: int | None  # siblings of one fan-out, and both members of a pair, share it
+    # Of an agent's episode: number, start and end in the response, tool calls, times, ... of each turn.
+    turns: list[dict[str, Any]] = field(default_factory=list)
 
 
 def group_entries(
@@ -119,18 +122,35 @@ def _sample_row(sample: Sample, reward: float | None) -> tuple[object, ...]:
         storable(sample.response),
         sample.response_length,
         encode_numbers(
-            sample.tokens, sample.rollout_log_probs, mask, sample.response_length, sample.version_spans
+            sample.tokens,
+            sample.rollout_log_probs,
+            mask,
+            sample.response_length,
+            sample.version_spans,
+            _turns_of(sample),
         ),
     )
 
 
-def encode_numbers(ids: Any, log_probs: Any, mask: Any, length: int, versions: Any) -> bytes:
-    """Encode a sample's token ids, log-probs (as float32), loss mask and version spans."""
+def _turns_of(sample: Sample) -> list[dict[str, Any]]:
+    """Return the turns of an episode; empty for any other sample, and for metadata of another form."""
+    turns = sample.metadata.get("turns")  # slime.agent.trajectory.TURNS_KEY
+    if isinstance(turns, list) and all(isinstance(turn, dict) and "start" in turn for turn in turns):
+        return turns
+    rewards = enumerate(sample.turn_rewards or ())
+    return [{"turn": n, "start": start, "end": end, "reward": r} for n, (start, end, r) in rewards]
+
+
+def encode_numbers(
+    ids: Any, log_probs: Any, mask: Any, length: int, versions: Any, turns: Sequence[dict[str, Any]] = ()
+) -> bytes:
+    """Encode a sample's token ids, log-probs (as float32), loss mask, version spans and turns, if any."""
     mask = _as_list(mask)
     if mask is not None and len(mask) == length and mask.count(1) == length:
         mask = _ALL_ONES
     singles = None if log_probs is None else np.asarray(log_probs, "<f4")
-    return codec.encode([_as_list(ids), singles, mask, [tuple(span) for span in versions]])
+    more = [storable(json_text(turns))] if turns else []
+    return codec.encode([_as_list(ids), singles, mask, [tuple(span) for span in versions], *more])
 
 
 def read_tokens(connection: sqlite3.Connection, row: int) -> Tokens:
@@ -139,13 +159,14 @@ def read_tokens(connection: sqlite3.Connection, row: int) -> Tokens:
     length, execution, numbers = connection.execute(query, (row,)).fetchone()
     if numbers is None:
         return Tokens([], None, None, [], execution)
-    ids, log_probs, mask, versions = codec.decode(numbers)
+    ids, log_probs, mask, versions, *more = codec.decode(numbers)
     return Tokens(
         ids,
         _as_list(log_probs),
         [1] * length if mask == _ALL_ONES else mask,
         [(str(version), int(start), int(end)) for version, start, end in versions],
         execution,
+        json.loads(more[0]) if more else [],
     )
 
 

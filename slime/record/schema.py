@@ -1,4 +1,4 @@
-"""How the one writer and any number of readers open `record.db`."""
+"""Opens `record.db` for the one writer or for a reader, and checks its schema."""
 
 from __future__ import annotations
 
@@ -198,8 +198,6 @@ def _why_absent(path: Path) -> str:
     run = read_run(path.parent)
     if run is not None and run.last.settings.get("record_max_mib", {}).get("value") == 0:
         return "the run keeps no record (--record-max-mib 0)"
-    if path.is_symlink():
-        return f"it is a link to {path.readlink()}, which is not there"
     return "the run has recorded no rollout yet, or this is not its folder"
 
 
@@ -219,8 +217,7 @@ def open_for_asking(path: Path) -> sqlite3.Connection:
         raise RecordError(f"{path} does not exist: the run has no record to write to.")
     connection = _connect(f"{path.resolve().as_uri()}?mode=rw", path)
     with _closed_on_error(connection, path, "read"):
-        if _check_schema(connection, path) == "1":
-            raise RecordError(f"{path} was written by an older version of slime, which accepts no actions.")
+        _check_schema(connection, path)
     return connection
 
 

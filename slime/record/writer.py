@@ -73,10 +73,9 @@ class RecordWriter:
         *,
         sync: str = "step",
         start: int = 1,
-        max_days: float | None = None,
         keeps_uncommitted: bool = False,
     ):
-        self._path, self._max_bytes, self._max_days = path, max_bytes, max_days
+        self._path, self._max_bytes = path, max_bytes
         self._sync, self._start = sync, start
         self._committed: int | None = -1 if keeps_uncommitted else None
         self._connection = create_or_open(path, run_id)
@@ -227,7 +226,7 @@ class RecordWriter:
                 self._connection.rollback()
 
     def _waits_for_lock(self, error: Exception) -> bool:
-        """Whether to try again: another process (a backup, a shell) has locked the file for a while."""
+        """Return whether to retry, because another process (a backup, a shell) has locked the file."""
         if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
             return False
         if self._locked_since is None:
@@ -311,25 +310,22 @@ class RecordWriter:
         while self._used_bytes() > self._max_bytes and self._prune_oldest():
             if self._used_bytes() < self._max_bytes * _KEEP_SHARE:
                 break
-        if self._max_days is not None:
-            while self._prune_oldest(before=time.time() - self._max_days * 86400):
-                pass
         if (
             self._pragma("freelist_count") * self._pragma("page_size") > _FREE_BYTES
         ):  # what is left is soon used again
             self._connection.execute(f"PRAGMA incremental_vacuum({_PAGES_BACK})").fetchall()
 
-    def _prune_oldest(self, before: float | None = None) -> bool:
+    def _prune_oldest(self) -> bool:
         """Prune the rollout that was written first, and return whether there was one.
 
-        `before`: only if it is older than this time. The order of writing counts: clocks may go backwards.
+        The order of writing counts: clocks may go backwards.
         """
         oldest = self._connection.execute(
-            "SELECT id, kind, rollout_id, time FROM rollouts WHERE NOT pruned ORDER BY id LIMIT 2"
+            "SELECT id, kind, rollout_id FROM rollouts WHERE NOT pruned ORDER BY id LIMIT 2"
         ).fetchall()
-        if len(oldest) < 2 or (before is not None and oldest[0][3] >= before):
+        if len(oldest) < 2:
             return False
-        row, kind, rollout_id, _ = oldest[0]
+        row, kind, rollout_id = oldest[0]
         if kind == "train" and self._committed is not None and rollout_id > self._committed:
             return False
         with self._connection as connection:

@@ -1,8 +1,7 @@
-"""The text of an answer as rewards compare it: `Sample.response` without the tokenizer's special tokens.
+"""Returns a response's text for rewards: `Sample.response` without the tokenizer's special tokens.
 
-By default responses end in the token that ended them ("42<|im_end|>"), as the engine's text does. The
-built-in rewards all read `answer_text`; a reward function of one's own gets `sample.response` as it is and
-may call it too.
+By default responses include the token that ended them ("42<|im_end|>"), like the engine's text. All built-in
+rewards read `answer_text`; a custom reward function gets the unchanged `sample.response` and may call it too.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ def ending_of(text: str) -> str | None:
 
 
 def share_with_ending(samples: Sequence[Sample]) -> float:
-    """How many of these answers end in a special token, as a share."""
+    """Return the share of these responses that end in a special token."""
     return sum(ending_of(sample.response[-_TAIL_CHARS:]) is not None for sample in samples) / len(samples)
 
 
 @functools.lru_cache(maxsize=8)
 def special_tokens_of(hf_checkpoint: str | None) -> frozenset[str]:
-    """What decoding with skip_special_tokens leaves out; empty without a tokenizer."""
+    """Return the tokens that skip_special_tokens removes when decoding; empty without a tokenizer."""
     if hf_checkpoint is None:
         return frozenset()
     from slime.utils.processing_utils import load_tokenizer  # slow to import, and most graders need none

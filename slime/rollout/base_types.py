@@ -1,4 +1,4 @@
-"""What a rollout function returns, and how one is called."""
+"""Defines the result of a rollout function, and calls one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def train_output(fn: Callable[..., Any], output: Any) -> RolloutFnTrainOutput:
         return RolloutFnTrainOutput(output)
     if isinstance(output, RolloutFnTrainOutput):
         return output
-    raise TypeError(_wrong_output(fn, output, "False; expected RolloutFnTrainOutput or a plain list"))
+    raise TypeError(f"{_returned(fn, output)}; expected RolloutFnTrainOutput or a plain list.")
 
 
 def eval_output(fn: Callable[..., Any], output: Any) -> RolloutFnEvalOutput:
@@ -45,9 +45,8 @@ def eval_output(fn: Callable[..., Any], output: Any) -> RolloutFnEvalOutput:
         return RolloutFnEvalOutput(output)
     if isinstance(output, RolloutFnEvalOutput):
         return output
-    raise TypeError(_wrong_output(fn, output, "True; expected RolloutFnEvalOutput or a plain dict"))
+    raise TypeError(f"{_returned(fn, output)}; expected RolloutFnEvalOutput or a plain dict.")
 
 
-def _wrong_output(fn: Callable[..., Any], output: Any, rest: str) -> str:
-    name = getattr(fn, "__qualname__", repr(fn))
-    return f"rollout function {name} returned {type(output).__name__} with evaluation={rest}."
+def _returned(fn: Callable[..., Any], output: Any) -> str:
+    return f"rollout function {getattr(fn, '__qualname__', repr(fn))} returned {type(output).__name__}"

@@ -6,17 +6,20 @@ of it in plain types, so a resumed run hands out exactly what the interrupted on
 
 import abc
 import logging
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
 from slime.catalog.datasets import ENDINGS
 from slime.data.dataset import Dataset
-from slime.rollout.journal import CountingJournal, Outcome
+from slime.rollout.ledger import Ledger
 from slime.rollout.prompt_formats import training_format
 from slime.rollout.prompt_groups import (
     Group,
+    Outcome,
     check_groups,
     copy_sample,
     group_from_plain,
@@ -31,6 +34,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 STATE_FORMAT = 1
+_MAX_DROPPED = 10_000  # groups that wait to be recorded
 _COUNTERS = ("sample_offset", "epoch_id", "sample_group_index", "sample_index")  # of the cursor
 
 
@@ -59,8 +63,82 @@ class DataSource(abc.ABC):
         return
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A group that left the run without being trained on, and why."""
+
+    group: Group
+    outcome: Outcome
+    reason: str | None
+
+
+class CountingJournal:
+    """Counts the events of prompt groups and reports them to the ledger.
+
+    `new` groups came from the dataset, `reissued` ones out of the buffer. Each of them ends once: in the
+    buffer (`returned`), in a batch (`trained`), or outside the run (`filtered`, `failed`).
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.ledger: Ledger | None = None
+        self._dropped: deque[Settled] = deque(maxlen=_MAX_DROPPED)
+
+    def restore(self, counts: dict[str, int] | None) -> None:
+        """Continue from the totals of a checkpoint."""
+        self.counts = Counter(counts or {})
+        self._dropped.clear()
+
+    def issued(self, groups: Sequence[Group], *, from_buffer: bool) -> None:
+        self.counts["reissued" if from_buffer else "new"] += len(groups)
+        if self.ledger is not None:
+            self.ledger.issued(groups, from_buffer=from_buffer)
+
+    def returned(self, groups: Sequence[Group]) -> None:
+        self.counts["returned"] += len(groups)
+        if self.ledger is not None:
+            self.ledger.returned(groups)
+
+    def consumed(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
+        self.counts[outcome] += len(groups)
+        if outcome != "trained":
+            self._dropped.extend(Settled(group, outcome, reason) for group in groups)
+        if self.ledger is not None:
+            self.ledger.consumed(groups, outcome, reason)
+
+    def drain_dropped(self) -> list[Settled]:
+        """Return the groups that were dropped since the last call."""
+        return [self._dropped.popleft() for _ in range(len(self._dropped))]
+
+
+def follow(data_source: Any, ledger: Ledger) -> None:
+    """Make any data source report to the ledger: through its journal, or through wrapped methods."""
+    journal = getattr(data_source, "journal", None)  # a user's source may have none
+    if isinstance(journal, CountingJournal):
+        journal.ledger = ledger
+        return
+    get_samples, add_samples = data_source.get_samples, data_source.add_samples
+
+    def get_and_report(num_samples: int) -> list[Group]:
+        groups = check_groups(get_samples(num_samples))
+        ledger.issued(groups, from_buffer=None)
+        return groups
+
+    def add_and_report(samples: list[Group]) -> None:
+        add_samples(samples)
+        ledger.returned(samples)
+
+    try:
+        data_source.get_samples, data_source.add_samples = get_and_report, add_and_report
+    except AttributeError:  # __slots__
+        logger.info(
+            "%s accepts no attributes: the ledger will contain only groups that are trained on",
+            type(data_source),
+        )
+
+
 class RolloutDataSource(DataSource):
-    """Gives out groups from the dataset in the order of each epoch, without an end."""
+    """Gives out groups from the dataset in the order of each epoch, without end."""
 
     def __init__(self, args: PluginArgs):
         self.args = with_defaults(args)
@@ -130,9 +208,9 @@ class RolloutDataSource(DataSource):
             raise ValueError(f"{found}; this version reads up to {STATE_FORMAT}.")
         if self.dataset is not None and (saved := state.get("num_prompts", len(self))) != len(self):
             now = f"--prompt-data has {len(self)} prompts now, the saved run had {saved}"
-            logger.warning("%s: the rest of the epoch has another order", now)
+            logger.warning("%s: the rest of this epoch is in another order than before the resume", now)
         elif self.dataset is not None and state.get("prompts", self.dataset.digest) != self.dataset.digest:
-            logger.warning("--prompt-data holds other prompts than when the run was saved")
+            logger.warning("--prompt-data has other prompts than when the checkpoint was saved.")
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.metadata = dict(state["metadata"])
@@ -140,21 +218,15 @@ class RolloutDataSource(DataSource):
         self._order_epoch()
 
     def save(self, rollout_id: int) -> None:
-        if self.args.rollout_global_dataset and self.args.save is not None:
-            path = state_path(self.args.save, rollout_id)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            import torch  # here: reading prompts needs none of it
-
-            torch.save(self.state_dict(), temporary)
-            temporary.rename(path)
+        """Do nothing: a checkpoint of the run holds `state_dict`."""
 
     def load(self, rollout_id: int | None = None) -> None:
+        """Load the state that another release saved beside its checkpoints."""
         if not self.args.rollout_global_dataset or self.args.load is None or rollout_id is None:
             return
-        path = state_path(self.args.load, rollout_id)
+        path = Path(self.args.load) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
         if not path.exists():
-            logger.info("no data source state at %s: prompts start from the first", path)
+            logger.info("There is no data source state at %s: prompts start from the first.", path)
             return
         self.load_state_dict(load_torch_file(path))
 
@@ -234,10 +306,6 @@ def pop_first(args: PluginArgs, rollout_id: int | None, buffer: list[Group], num
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
-
-
-def state_path(folder: str, rollout_id: int) -> Path:
-    return Path(folder) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 
 def build_dataset(args: PluginArgs) -> Dataset:

@@ -1,7 +1,8 @@
-"""Evaluation: all datasets at the same time, each with its own sampling and rewards.
+"""Evaluates all datasets at the same time, each with its own sampling and rewards.
 
 A sample without a score is left out of the averages and counted in the metrics: a failed reward is not a
-zero. A weight push aborts no sample: each continues, and its version spans say which token is whose.
+zero. A weight push aborts no sample: each continues, and its version spans tell which version sampled a
+token.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ async def evaluate(args: PluginArgs, run_group: RunGroup) -> RolloutFnEvalOutput
         versions = {version for sample in result["samples"] for version, _, _ in sample.version_spans}
         if len(versions) > 1:
             what = f"its tokens are of {sorted(versions)}"
-            logger.warning("evaluation %s overlapped a weight push: %s", config.name, what)
+            logger.warning("Evaluation %s overlapped a weight push: %s", config.name, what)
             metrics[f"eval/{config.name}/weight_versions"] = len(versions)
     return RolloutFnEvalOutput(data=data, metrics=metrics or None)
 
@@ -70,7 +71,7 @@ async def _evaluate_dataset(
         raise RuntimeError(f"evaluation {config.name}: none of {len(samples)} samples has a score: {cause}.")
     num_failed = len(samples) - len(scored)
     if num_failed:
-        logger.warning("evaluation %s: %d of %d samples have no score", config.name, num_failed, len(samples))
+        logger.warning("Evaluation %s: %d of %d samples have no score", config.name, num_failed, len(samples))
     key = args.eval_reward_key or args.reward_key
     result = {
         "rewards": [s.reward[key] if key and isinstance(s.reward, dict) else s.reward for s in scored],

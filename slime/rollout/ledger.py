@@ -26,13 +26,12 @@ from slime.record.ledger_rows import (
 from slime.record.texts import json_text
 from slime.record.writer import RecordWriter
 from slime.rollout.collection.versions import newest_version
-from slime.rollout.journal import CountingJournal, Outcome
 from slime.rollout.prompt_groups import (
     FINISHED,
     Entry,
     Group,
+    Outcome,
     attempt_of,
-    check_groups,
     describe,
     first_sample,
     is_finished,
@@ -80,7 +79,7 @@ class Ledger:
         """Report an event of a group, given by its index and attempt."""
         self._note(event, group_index=group[0], attempt=group[1], value=value)
 
-    # -- groups, as a journal (slime.rollout.journal)
+    # -- groups
 
     def issued(self, groups: Sequence[Group], *, from_buffer: bool | None) -> None:
         """Report groups that are handed out. `from_buffer` None: by a user's source that keeps no journal."""
@@ -130,7 +129,9 @@ class Ledger:
             stored, is_fan_out = found.load()
             samples = [Sample.from_dict(fields) for fields in stored]
         except (ValueError, TypeError, LookupError) as error:
-            logger.warning("%s is damaged in the ledger, and generated again: %s", describe(entry), error)
+            logger.warning(
+                "%s is damaged in the ledger and will be generated again: %s", describe(entry), error
+            )
             return None
         for sample in samples:
             if sample.multimodal_inputs is None:
@@ -193,11 +194,11 @@ class Ledger:
             return  # a rollout function that cuts reports too
         if self._kept.keys() >= {sample.group_index for sample in samples}:  # of nearly all rollouts
             return
-        told = {sample.index for group in self._kept.values() for sample in flatten_samples(group)} - {None}
+        known = {sample.index for group in self._kept.values() for sample in flatten_samples(group)} - {None}
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
             index = sample.group_index
-            if index is not None and index >= 0 and index not in self._kept and sample.index not in told:
+            if index is not None and index not in self._kept and sample.index not in known:
                 groups.setdefault(index, []).append(sample)
         for index, group in groups.items():
             if index not in self._open:
@@ -222,29 +223,6 @@ class Ledger:
 
     def evaluated(self, rollout_id: int) -> None:
         self._note("evaluated", rollout_id)
-
-
-def follow(data_source: Any, ledger: Ledger) -> None:
-    """Make any data source report to the ledger: through its journal, or through wrapped methods."""
-    journal = getattr(data_source, "journal", None)  # a user's source may have none
-    if isinstance(journal, CountingJournal):
-        journal.follower = ledger
-        return
-    get_samples, add_samples = data_source.get_samples, data_source.add_samples
-
-    def get_and_report(num_samples: int) -> list[Group]:
-        groups = check_groups(get_samples(num_samples))
-        ledger.issued(groups, from_buffer=None)
-        return groups
-
-    def add_and_report(samples: list[Group]) -> None:
-        add_samples(samples)
-        ledger.returned(samples)
-
-    try:
-        data_source.get_samples, data_source.add_samples = get_and_report, add_and_report
-    except AttributeError:  # __slots__
-        logger.info("%s takes no attributes: only what is trained is in the ledger", type(data_source))
 
 
 _current: Ledger | None = None

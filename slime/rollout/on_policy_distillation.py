@@ -2,7 +2,7 @@
 
 `--use-opd --opd-type engine --rm-url http://teacher/generate --custom-rm-path
 slime.rollout.on_policy_distillation.reward_func`. The teacher is any server that answers SGLang's /generate
-with `input_token_logprobs`. The reward itself is 0: what is learnt comes from the teacher.
+with `input_token_logprobs`. The reward itself is 0: the policy learns from the teacher alone.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,16 @@
 """Preference pairs as a rollout: each row becomes a preferred and a rejected answer, nothing is generated.
 
-A row holds two conversations that begin alike: `--input-key chosen --label-key rejected`, each a list of
-messages. What both share is the prompt; the assistant's tokens after it are compared. A row's metadata may
-hold a "margin".
+A row holds two conversations with a common beginning: `--input-key chosen --label-key rejected`, each a list
+of messages. The common part is the prompt; the assistant's tokens after it are compared. With
+`--metadata-columns prompt` both may be the completion alone, as text or messages. A row's metadata may hold a
+"margin".
 """
 
 from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.collection.conversations import Messages, fill_batch, write_tokens
+from slime.rollout.collection.conversations import Messages, conversation_of, fill_batch, write_tokens
 from slime.rollout.prompt_groups import Group, copy_sample, describe, first_sample
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_tokenizer
@@ -48,6 +49,12 @@ def make_pair(args: PluginArgs, sample: Sample, masks: MultiTurnLossMaskGenerato
 
 
 def _conversation(sample: Sample, messages: Any, flag: str) -> Messages:
+    prompt = sample.metadata.get("prompt")
+    alone = isinstance(messages, str) or (
+        isinstance(messages, list) and [m.get("role") for m in messages[:1]] == ["assistant"]
+    )
+    if prompt is not None and alone:
+        return conversation_of(prompt, messages)
     if not isinstance(messages, list):
         found = f"{flag} must name a list of messages, found {type(messages).__name__}"
         raise ValueError(f"{describe(sample)}: {found}; --input-key chosen --label-key rejected.")

@@ -1,4 +1,4 @@
-"""How the prompts of training and of each evaluation are read, and a look at them before the start."""
+"""Derives the prompt format of training and of each evaluation, and checks prompts before the start."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +31,7 @@ def prompt_files(args: Args | PluginArgs) -> Iterator[tuple[str, str | list[str]
 
 
 def is_conversation(args: Args | PluginArgs) -> bool:
-    """Whether the rows of training are conversations, which supervised training renders."""
+    """Return whether the training rows are conversations, which supervised training renders."""
     return _training_use(args) is PromptUse.CONVERSATION
 
 
@@ -39,12 +39,17 @@ def training_format(args: Args | PluginArgs) -> PromptFormat:
     """The columns that the flags name, and who reads them."""
     use = _training_use(args)
     _check_template(use, args.apply_chat_template, args.multimodal_keys, "--prompt-data")
+    pairs = args.rollout_function_path == _PREFERENCE
+    # The prompt stands alone: in front of a completion, or as text without a template.
+    apart = "prompt" in args.metadata_columns if pairs else args.label_key or args.loss_mask_type == "text"
+    if use is PromptUse.CONVERSATION and apart:
+        use = PromptUse.UNKNOWN
     return PromptFormat(
         **_columns(args, args),
         reward_columns=_reward_columns(args.custom_rm_path),
         use=use,
         rm_type=_label_reader(args) if args.rollout_function_path in _GENERATING else None,
-        label_is_messages=args.rollout_function_path == _PREFERENCE and use is PromptUse.CONVERSATION,
+        label_is_messages=pairs and use is PromptUse.CONVERSATION,
     )
 
 
@@ -94,7 +99,7 @@ def _training_use(args: Args | PluginArgs) -> PromptUse:
 
 
 def calls_engine_itself(args: Args | PluginArgs) -> bool:
-    """Whether our own code turns prompts into answers."""
+    """Return whether slime's own code generates the responses."""
     return args.rollout_function_path in _GENERATING and args.custom_generate_function_path in _OWN_GENERATE
 
 
@@ -108,7 +113,7 @@ def _label_reader(args: Args | PluginArgs, config: EvalDatasetConfig | None = No
 
 
 def _reward_columns(path: str | None) -> ColumnsAsked | None:
-    """What a reward function in TRL's signature asks for; None: it has another, or there is none."""
+    """Return the columns that a reward in TRL's signature reads; None: another signature, or no reward."""
     function = load_function(path) if path is not None else None
     return columns_asked(function) if function is not None and takes_columns(function) else None
 

@@ -7,14 +7,17 @@ out, the list of samples that execution made. `flatten_samples` of slime.utils.t
 import copy
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from slime.utils.types import Sample, flatten_samples
 
 T = TypeVar("T")
 Entry: TypeAlias = Sample | list[Sample]
 Group: TypeAlias = list[Entry]
+Outcome = Literal["trained", "filtered", "failed"]  # of a group
 
+_IMMUTABLE = frozenset({type(None), bool, int, float, str})
+_CONTAINERS = (list, dict, tuple)
 _MEDIA = ("multimodal_inputs", "multimodal_train_inputs")
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _EXCERPT = 80  # characters of either end
@@ -99,21 +102,30 @@ def attempt_of(sample: Sample) -> int:
 def copy_sample(sample: Sample) -> Sample:
     """Return an independent copy; media are shared, since nothing writes to them."""
     new = _bare_copy(sample)
-    for name, value in vars(sample).items():
-        if isinstance(value, (list, dict)) and name not in _MEDIA:
-            items = value.values() if isinstance(value, dict) else value[:1]  # lists of numbers are long
-            nested = any(isinstance(item, (list, dict, tuple)) for item in items)
-            vars(new)[name] = copy.deepcopy(value) if nested else value.copy()
+    for name, value in vars(sample).items():  # every sample is copied several times, so this loop is short
+        if type(value) not in _IMMUTABLE and isinstance(value, (list, dict)) and name not in _MEDIA:
+            vars(new)[name] = _copy_container(value)
     new.spec_info = _bare_copy(sample.spec_info)
     new.prefix_cache_info = _bare_copy(sample.prefix_cache_info)
     return new
 
 
 def _bare_copy(value: T) -> T:
-    """Copy a plain object faster than `copy.copy` does; every sample is copied several times."""
+    """Copy a plain object faster than `copy.copy` does."""
     new = object.__new__(type(value))
     vars(new).update(vars(value))
     return new
+
+
+def _copy_container(value: list[Any] | dict[Any, Any]) -> Any:
+    """Copy a list or dict, nested ones deeply. Lists are uniform: the first item shows whether they nest."""
+    if not value:
+        return value.copy()
+    if isinstance(value, list):
+        nested = isinstance(value[0], _CONTAINERS)
+    else:
+        nested = any(isinstance(item, _CONTAINERS) for item in value.values())
+    return copy.deepcopy(value) if nested else value.copy()
 
 
 def copy_group(group: Group) -> Group:

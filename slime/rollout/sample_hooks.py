@@ -6,7 +6,6 @@ from contextvars import ContextVar
 from typing import Any
 
 from slime.arguments import PluginArgs, with_defaults
-from slime.liveness.loop_watch import loop_watch
 from slime.rollout.generation.returned import keep_identity, wrong_identity
 from slime.rollout.prompt_groups import describe_fully
 from slime.utils.misc import load_function
@@ -44,12 +43,8 @@ async def apply_rollout_sample_hooks(
 async def _call_hook(path: str, args: PluginArgs, sample: Sample, context: dict[str, Any]) -> Sample:
     hook, source = load_function(path), copy.copy(sample)  # the hook may change the sample in place
     with plugin_call(_OPTION, path, lambda: describe_fully(sample)):
-        name = f"{_OPTION} {path}"
-        with loop_watch.step(name):
-            result = hook(args, sample, **_accepted(hook, context))
-        if inspect.iscoroutine(result):
-            result = await loop_watch.run(name, result)
-        elif inspect.isawaitable(result):
+        result = hook(args, sample, **_accepted(hook, context))
+        if inspect.isawaitable(result):
             result = await result
     result = sample if result is None else result
     if not isinstance(result, Sample):

@@ -1,13 +1,18 @@
-"""Supervised fine-tuning as a rollout: conversations become samples, nothing is generated."""
+"""Supervised fine-tuning as a rollout: written conversations become samples, nothing is generated.
+
+A row holds a conversation (`--input-key messages`), or a prompt and its completion (`--input-key prompt
+--label-key completion`), each of them text or messages. With `--loss-mask-type text` a row may be plain text.
+"""
 
 from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.collection.conversations import fill_batch, write_tokens
-from slime.rollout.prompt_groups import Group, first_sample
+from slime.rollout.collection.conversations import Messages, conversation_of, fill_batch, write_tokens
+from slime.rollout.prompt_groups import Group, describe, first_sample
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample
 
 
 def generate_rollout(
@@ -22,10 +27,26 @@ def generate_rollout(
 
     def masked(group: Group) -> Group | str:
         sample = first_sample(group)
-        reason = write_tokens(args, sample, sample.prompt, masks)
+        reason = write_tokens(args, sample, _conversation(args, sample), masks)
         if reason is not None:
             return reason
         sample.reward = 0
         return group
 
     return fill_batch(args, rollout_id, data_source, masked, what="conversations", metric="sft")
+
+
+def _conversation(args: PluginArgs, sample: Sample) -> Messages:
+    """Return the messages of a row; `write_tokens` refuses whatever is none."""
+    is_whole = isinstance(sample.prompt, list) and sample.prompt[-1].get("role") == "assistant"
+    if sample.label and not is_whole:
+        if isinstance(sample.label, str):
+            sample.response = sample.label  # for those who read the record
+        try:
+            return conversation_of(sample.prompt, sample.label)
+        except ValueError as error:
+            raise ValueError(f"{describe(sample)}: {error}") from None
+    prompt: Any = sample.prompt
+    if args.loss_mask_type == "text" and isinstance(prompt, str):
+        return [{"role": "assistant", "content": prompt}]
+    return prompt

@@ -19,16 +19,13 @@ from slime.catalog.engines import ENGINES
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.limits import limit
 from slime.liveness import waits
-from slime.liveness.loop_watch import loop_watch
 from slime.observability.tracer import trace_span
 from slime.rollout import eval_rollout as evaluation_run
 from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collection.batch_collector import BatchCollector
 from slime.rollout.collection.collector import GroupFailed, is_permanent
-from slime.rollout.collection.failed_samples import keep_the_rest, share_rewards
 from slime.rollout.collection.greedy_baseline import with_greedy_baseline
-from slime.rollout.collection.spares import first_to_end, is_fresh
 from slime.rollout.collection.versions import name_versions
 from slime.rollout.generation.generate_request import (
     PromptError,
@@ -111,6 +108,9 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
             await asyncio.sleep(min(1.0, 0.05 * 2**idle))
 
 
+generate_streaming = generate  # its name in other releases, where only a stream kept aborted responses
+
+
 async def generate_and_rm(
     args: PluginArgs, sample: Entry, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Entry:
@@ -188,7 +188,7 @@ async def _within_deadline(args: PluginArgs, path: str, call: Awaitable[Any]) ->
     try:
         with waits.waiting(name, owner="rollout", deadline_s=limit_s):
             async with asyncio.timeout(limit_s) as deadline:
-                return await loop_watch.run(name, call)
+                return await call
     except TimeoutError:
         if not deadline.expired():
             raise  # a timeout of the function's own
@@ -212,33 +212,25 @@ async def generate_and_rm_group(
         return group
     for sample in flatten_samples(group):
         sample.session_id = sample.session_id or os.urandom(16).hex()
-
-    def attempt(entry: Entry, spare: bool = False) -> Coroutine[Any, Any, Entry]:
-        return _generate_with_retries(args, entry, sampling_params, evaluation, spare)
-
-    if args.spare_samples_per_prompt and not evaluation and is_fresh(group):
-        group = await first_to_end(
-            group, args.spare_samples_per_prompt, attempt, lambda scope: abort_scope(args, scope)
-        )
-    else:
-        tasks = [asyncio.ensure_future(attempt(entry)) for entry in group]
-        keeps = args.group_failure_action == "keep" and not evaluation
-        group = await (keep_the_rest(group, tasks) if keeps else all_or_none(tasks))
-    if waits_for_group(args) and not any(s.status is Sample.Status.ABORTED for s in flatten_samples(group)):
-        made = [s for s in flatten_samples(group) if s.status is not Sample.Status.FAILED]
-        await _score(args, made, evaluation)
-        share_rewards(group)
+    tasks = [
+        asyncio.create_task(_generate_with_retries(args, entry, sampling_params, evaluation))
+        for entry in group
+    ]
+    group = await all_or_none(tasks)
+    samples = flatten_samples(group)
+    if waits_for_group(args) and not any(s.status is Sample.Status.ABORTED for s in samples):
+        await _score(args, samples, evaluation)
         if not evaluation and (durable := ledger.current()) is not None:
             durable.scored(group)
     return group
 
 
 async def _generate_with_retries(
-    args: PluginArgs, entry: Entry, sampling_params: dict[str, Any], evaluation: bool, spare: bool
+    args: PluginArgs, entry: Entry, sampling_params: dict[str, Any], evaluation: bool
 ) -> Entry:
     """Generate one entry; retry temporary failures from its original state, with the same seed."""
     origin, allowed = copy_group([entry]), limit(args, "group-attempts")
-    durable = None if evaluation or spare else ledger.current()
+    durable = None if evaluation else ledger.current()
     if durable is not None and (found := durable.recall(entry)) is not None:
         return found  # finished before a crash; only a reward of its group may be missing
     for attempt in range(1, allowed + 1):

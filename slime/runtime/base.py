@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from slime.liveness import waits
 from slime.liveness.notes import Notes
@@ -33,7 +32,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Where and how one object runs. `slot` None: on the driver's machine, without a device.
+    """Describes where and how one object runs. `slot` None: on the driver's machine, without a device.
 
     `near_driver`: it may live in the driver's own process, where a debugger works; it then sees every device.
     """
@@ -45,10 +44,7 @@ class WorkerSpec:
 
 
 class Future(Protocol[R_co]):
-    """The result of a call, available later. A `concurrent.futures.Future` is one too.
-
-    Futures of a runtime have a `name`, `worker.method`, and a `target`, the worker.
-    """
+    """The result of a call, available later. A `concurrent.futures.Future` is one too."""
 
     def done(self) -> bool: ...
 
@@ -56,17 +52,31 @@ class Future(Protocol[R_co]):
         """Return the result, or raise the exception of the call; `WorkerDied` if the process ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ready(Generic[R]):
+class Ready(concurrent.futures.Future[R]):
     """A future whose result is there."""
 
-    value: R
+    def __init__(self, value: R):
+        super().__init__()
+        self.set_result(value)
 
-    def done(self) -> bool:
-        return True
 
-    def result(self, deadline_s: float | None = None, /) -> R:
-        return self.value
+class Call(concurrent.futures.Future[R]):
+    """The result of a method of the worker `target`; a wait for it has a name, and so has its timeout."""
+
+    def __init__(self, target: str, method: str):
+        super().__init__()
+        self.name, self.target = f"{target}.{method}", target
+
+    def result(self, timeout: float | None = None) -> R:
+        if self.done():
+            return super().result()
+        with waits.waiting(self.name, deadline_s=timeout, target=self.target):
+            try:
+                return super().result(timeout)
+            except TimeoutError:
+                if self.done():
+                    raise  # the call itself raised a TimeoutError
+                raise waits.WaitTimeout(f"{self.name}: not done after {timeout} s") from None
 
 
 class Handle(ABC, Generic[T]):
@@ -185,65 +195,32 @@ class Runtime(Protocol):
 
 def gather(futures: Sequence[Future[R]], deadline_s: float | None = None) -> list[R]:
     """Return all results, or raise the first failure: ranks that wait for a failed rank never answer."""
-    name, target = _titles(futures)
-    with waits.waiting(name, deadline_s=deadline_s, target=target), waits.quietly():
-        _wait_for_all(futures, deadline_s)
-    return [future.result(0) for future in futures]
-
-
-def _titles(futures: Sequence[Future[Any]]) -> tuple[str, str]:
-    """Return what is waited for, and for whom: those of the first future, with the number of the others."""
+    if len(futures) == 1:
+        return [futures[0].result(deadline_s)]
+    several = cast(list[concurrent.futures.Future[R]], futures)
     names = list(dict.fromkeys(getattr(future, "name", "") for future in futures))
     targets = dict.fromkeys(getattr(future, "target", "") for future in futures)
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0] if names else 'nothing'}{more}", ", ".join(filter(None, targets))
+    name = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
+    with waits.waiting(name, deadline_s=deadline_s, target=", ".join(filter(None, targets))):
+        done, left = concurrent.futures.wait(several, deadline_s, concurrent.futures.FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    if left:
+        raise waits.WaitTimeout(f"{name}: not done after {deadline_s} s")
+    return [future.result() for future in several]
 
 
-def _wait_for_all(futures: Sequence[Future[Any]], deadline_s: float | None) -> None:
-    started, waiting_for = time.monotonic(), list(futures)
-    pause_s = 0.0005
-    while waiting_for:
-        done = [future for future in waiting_for if future.done()]
-        for future in done:
-            future.result(0)
-        waiting_for = [future for future in waiting_for if future not in done]
-        left = None if deadline_s is None else deadline_s - (time.monotonic() - started)
-        if waiting_for and left is not None and left <= 0:
-            waiting_for[0].result(0)  # raises the named timeout
-        if len(waiting_for) == 1 and not done:
-            waiting_for[0].result(left)
-        elif waiting_for:
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.02)
-
-
-class FailFastFuture(Generic[R]):
-    """A future that also ends when `failure` does: its own result would never come."""
-
-    def __init__(self, inner: Future[R], failure: concurrent.futures.Future[None]):
-        self._inner, self._failure = inner, failure
-        self.name, self.target = _titles([inner])
-
-    def done(self) -> bool:
-        return self._inner.done() or self._failure.done()
-
-    def result(self, deadline_s: float | None = None, /) -> R:
-        with waits.waiting(self.name, deadline_s=deadline_s, target=self.target), waits.quietly():
-            return self._result(deadline_s)
-
-    def _result(self, deadline_s: float | None) -> R:
-        started = time.monotonic()
-        while True:
-            if self._failure.done():
-                self._failure.result()
-            left = None if deadline_s is None else deadline_s - (time.monotonic() - started)
+def result_or_failure(future: Future[R], failure: concurrent.futures.Future[None]) -> R:
+    """Return the result of a future, or raise what `failure` gets meanwhile: the result would never come."""
+    name, target = getattr(future, "name", ""), getattr(future, "target", "")
+    with waits.waiting(name, target=target), waits.quietly():
+        while not failure.done():
             try:
-                return self._inner.result(_LOOK_S if left is None else max(0.0, min(_LOOK_S, left)))
+                return future.result(_LOOK_S)
             except waits.WaitTimeout:
-                if self._inner.done():  # it came as the look ended, or the call itself timed out
-                    return self._inner.result(0)
-                if left is not None and left <= _LOOK_S:
-                    raise
+                if future.done():  # it came as the look ended, or the call itself timed out
+                    return future.result(0)
+    raise failure.exception() or AssertionError("a failure has an error")
 
 
 def in_background(work: Callable[[], R], name: str) -> concurrent.futures.Future[R]:

@@ -1,6 +1,5 @@
 """Removes a run's shared memory when its driver ends, however it ends, from a small process of its own.
 
-Workers of the local runtime clean up when they see the driver gone; Ray kills its own before they could.
 That process uses the standard library only.
 """
 

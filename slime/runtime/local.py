@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import itertools
 import os
 import pickle
 import queue
@@ -19,14 +17,13 @@ from typing import Any, Generic
 
 from slime.arguments import Args
 from slime.catalog.deadlines import timeout_s
-from slime.liveness import stacks, waits
-from slime.liveness.notes import Notes
+from slime.liveness import stacks
 from slime.liveness.vital_signs import Signs, signs_of
-from slime.runtime.base import Handle, P, R, T, WorkerSpec
+from slime.runtime.base import Call, Handle, P, R, T, WorkerSpec
 from slime.runtime.placement import Placement, Slot
 from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import BEAT, CONTROL, MAKE, WORK, encode_call, invoke
-from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerSilent
+from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerHandle
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.machine import shm, warm_start
 from slime.utils.machine.children import (
@@ -39,48 +36,24 @@ from slime.utils.machine.children import (
 )
 
 
-class LocalFuture(Generic[R]):
-    """A `concurrent.futures.Future` whose timeout is a named error."""
-
-    def __init__(self, inner: concurrent.futures.Future[R], target: str, method: str):
-        self._inner, self.name, self.target = inner, f"{target}.{method}", target
-
-    def done(self) -> bool:
-        return self._inner.done()
-
-    def result(self, deadline_s: float | None = None, /) -> R:
-        if self._inner.done():
-            return self._inner.result()
-        with waits.waiting(self.name, deadline_s=deadline_s, target=self.target):
-            try:
-                return self._inner.result(deadline_s)
-            except concurrent.futures.TimeoutError:
-                if self._inner.done():
-                    raise  # the call itself raised a TimeoutError
-                raise waits.WaitTimeout(f"{self.name}: not done after {deadline_s} s") from None
-
-
 class _Lane:
     """A daemon thread that runs calls in order: a call that never ends cannot keep the driver alive."""
 
     def __init__(self, name: str):
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = (
-            queue.SimpleQueue()
-        )
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Call[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
-    def submit(self, call: Callable[[], R]) -> concurrent.futures.Future[R]:
-        future: concurrent.futures.Future[R] = concurrent.futures.Future()
-        self._calls.put((call, future))
-        return future
+    def submit(self, work: Callable[[], R], call: Call[R]) -> Call[R]:
+        self._calls.put((work, call))
+        return call
 
     def _serve(self) -> None:
         while True:
-            call, future = self._calls.get()
+            work, call = self._calls.get()
             try:
-                future.set_result(call())
+                call.set_result(work())
             except BaseException as error:  # whatever was raised belongs to the caller
-                future.set_exception(error)
+                call.set_exception(error)
 
 
 class InProcessHandle(Handle[T]):
@@ -89,31 +62,26 @@ class InProcessHandle(Handle[T]):
     def __init__(self, make: Callable[[], T], name: str):
         self.name = name
         self._lanes = {lane: _Lane(f"{name}-{lane}") for lane in (WORK, CONTROL)}
-        self._target = self._lanes[WORK].submit(make)
+        self._target = self._lanes[WORK].submit(make, Call(name, MAKE))
 
-    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalFuture[Any]:
-        answer = self._lanes[lane].submit(lambda: invoke(self._target.result(), method, args, kwargs))
-        return LocalFuture(answer, self.name, method)
+    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call[Any]:
+        return self._lanes[lane].submit(
+            lambda: invoke(self._target.result(), method, args, kwargs), Call(self.name, method)
+        )
 
     def kill(self) -> None:
         """Do nothing: the threads are daemons of this process."""
 
 
-class ProcessHandle(Handle[T]):
+class ProcessHandle(WorkerHandle[T]):
     """An object in a child process; the first call creates it."""
 
-    def __init__(self, spec: WorkerSpec, log_path: Path, shm_prefix: str):
-        self.name, self.log_path = spec.name, log_path
-        self._ids = itertools.count()
-        self._pending: dict[int, concurrent.futures.Future[Any]] = {}
-        self._lock = threading.Lock()
-        self.end: concurrent.futures.Future[WorkerDied] = concurrent.futures.Future()
-        self.ended_here = False
-        self._death: WorkerDied | None = None
+    def __init__(self, spec: WorkerSpec, log_path: Path):
+        super().__init__(spec.name)
+        self.log_path = log_path
+        self._sending = threading.Lock()
         self._heard = False  # set by every frame, reset by the watch
-        self._silence: WorkerSilent | None = None  # set by the watch
-        self.notes = Notes()
-        self._process, self._connection = _start_worker(spec, log_path, shm_prefix)
+        self._process, self._connection = _start_worker(spec, log_path)
         # Readable once the process has ended; None: the system has no such thing, and its socket shows it.
         self._exit: int | None = None
         with contextlib.suppress(AttributeError, OSError):
@@ -124,19 +92,14 @@ class ProcessHandle(Handle[T]):
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalFuture[Any]:
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        call_id = next(self._ids)
+    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call[Any]:
+        call_id, call = self._begin(method)
         frame = encode_call(lane, call_id, method, args, kwargs)
-        with self._lock:
-            if (gone := self._death or self._silence) is not None:
-                future.set_exception(gone)
-            else:
-                self._pending[call_id] = future
-                # A broken socket is the reader's business: it sees the end and fails every pending call.
-                with contextlib.suppress(OSError):
-                    self._connection.send_bytes(frame)
-        return LocalFuture(future, self.name, method)
+        # A broken socket is the reader's business: it sees the end and fails every pending call.
+        with self._sending, contextlib.suppress(OSError):
+            if not call.done():  # a silent process reads nothing
+                self._connection.send_bytes(frame)
+        return call
 
     def _read(self) -> None:
         while True:
@@ -149,7 +112,7 @@ class ProcessHandle(Handle[T]):
                 self.notes, found = pickle.loads(frame[len(BEAT) :])
                 log_reports(self.name, found, warnings=False)
             else:
-                self._take_answer(frame)
+                self._answer(*pickle.loads(frame))
             self._heard = True
 
     def _next_frame(self) -> bytes:
@@ -164,23 +127,8 @@ class ProcessHandle(Handle[T]):
             os.close(self._exit)
         how, log = describe_exit(self._process.poll()), self.log_path
         death = WorkerDied(f"{self.name} {how}; last lines of {log}:\n{last_lines(log)}")
-        with self._lock:
-            self._death = death
-            pending, self._pending = list(self._pending.values()), {}
+        self.fail(death)
         self.end.set_result(death)
-        for future in pending:
-            future.set_exception(death)
-
-    def _take_answer(self, frame: bytes) -> None:
-        call_id, ok, value = pickle.loads(frame)
-        with self._lock:
-            future = self._pending.pop(call_id, None)
-        if future is None:
-            return  # given up: its worker was silent for too long
-        if ok:
-            future.set_result(value)
-        else:
-            future.set_exception(value)
 
     def kill(self) -> None:
         self.ended_here = True
@@ -199,23 +147,14 @@ class ProcessHandle(Handle[T]):
     def signs(self) -> Signs | None:
         return signs_of([self.pid])
 
-    def fail(self, error: WorkerSilent | None) -> None:
-        with self._lock:
-            self._silence = error
-            pending = []
-            if error is not None:
-                pending, self._pending = list(self._pending.values()), {}
-        for future in pending:
-            future.set_exception(error)
 
-
-def _start_worker(spec: WorkerSpec, log_path: Path, shm_prefix: str) -> tuple[Child, Connection]:
+def _start_worker(spec: WorkerSpec, log_path: Path) -> tuple[Child, Connection]:
     ours, theirs = socket.socketpair()
     devices = spec.slot.env if spec.slot is not None else {}
     env = {**os.environ, **spec.env, **devices, **import_environment()}
     # Not `-m`: the package imports that module, too, and there would be two of it.
     command = [sys.executable, "-P", "-c", "from slime.runtime.worker_main import main; main()"]
-    command += ["--fd", str(theirs.fileno()), "--shm-prefix", shm_prefix, "--name", spec.name]
+    command += ["--fd", str(theirs.fileno()), "--name", spec.name]
     with open_log(log_path, spec.name) as log:
         process = warm_start.start(command, env=env, log=log, pass_fds=[theirs.fileno()])
     theirs.close()
@@ -273,15 +212,15 @@ class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
         if spec.near_driver:
             return InProcessHandle(lambda: cls(*args, **kwargs), spec.name)
         log_path = self.log_folder / f"{spec.name}.log"
-        handle: ProcessHandle[T] = ProcessHandle(spec, log_path, self._shm_prefix)
+        handle: ProcessHandle[T] = ProcessHandle(spec, log_path)
         handle.send(WORK, MAKE, (f"{cls.__module__}.{cls.__qualname__}", *args), kwargs)
         self._hold(handle)
         return handle
 
     def dump_stacks(self) -> list[str]:
-        """Ask all workers; a stopped one writes its stacks when it is resumed."""
+        """Ask all workers and engines; a stopped one writes its stacks when it is resumed."""
         handles = self._living()
-        asked = stacks.ask(handle.pid for handle in handles)
+        asked = stacks.ask_children()
         return [handle.name for handle in handles if handle.pid in asked]
 
     def put(self, value: R) -> SegmentRef[R]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic
@@ -22,15 +21,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from slime.arguments import Args
 from slime.catalog.deadlines import timeout_s
 from slime.liveness import stacks, waits
-from slime.liveness.heartbeat import BEAT_S
-from slime.liveness.notes import Notebook, Notes, working
+from slime.liveness.notes import Notes, take_notes, working
 from slime.liveness.vital_signs import Signs, signs_of
 from slime.runtime import reports
-from slime.runtime.base import Handle, P, R, T, WorkerSpec
+from slime.runtime.base import Call, Handle, P, R, T, WorkerSpec
 from slime.runtime.placement import Machine, Placement, Slot
 from slime.runtime.reports import log_reports
 from slime.runtime.worker_main import CONTROL, WORK, invoke, make_object
-from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerSilent
+from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerHandle
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.machine.children import import_environment, last_lines, open_log
 from slime.utils.machine.cores import num_cores
@@ -41,9 +39,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_HOST_TIMEOUT_S = 600.0
 _ANSWER_S = 30.0  # of a machine that is asked whether it is there
 _STARTS = 4  # of a cluster for this run: Ray gives a node 30 s, which a busy machine may need
-_SOCKET_BYTES = 107  # of its name, at most
-_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # below a folder of Ray's
-_PULSE, _FIRST_PULSE_S = "pulse", 10.0
+_PULSE = "pulse"
 _LIFE = "life"
 _SENT = ("_run_dir", "_silence_limit_s", "_host_timeout_s", "_driver_node", "_nodes", "_gpu_ids")
 _Found = tuple[str, str, tuple[int, ...], int]  # node, its address, our devices on it, its cores
@@ -64,7 +60,6 @@ def _join_or_start() -> None:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="warning",
-                _temp_dir=None if address else _short_folder(),
             )
             return
         except Exception as error:  # Ray has no class for it
@@ -73,15 +68,6 @@ def _join_or_start() -> None:
                 where = f"no Ray cluster answers at RAY_ADDRESS={address}" if address else "Ray did not start"
                 raise RunStopped(f"{where}: {error}") from error
             logger.warning("Ray did not start (%s); once more.", error)
-
-
-def _short_folder() -> str | None:
-    """Return a folder for Ray if TMPDIR is too long for the names of its sockets; None: Ray's own choice."""
-    chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    if len(os.fsencode(chosen)) + len(_SOCKET) <= _SOCKET_BYTES:
-        return None
-    logger.warning("Ray's files are in /tmp/ray: %s is too long for the names of its sockets.", chosen)
-    return "/tmp/ray"
 
 
 class _Actor:
@@ -95,7 +81,6 @@ class _Actor:
                 os.dup2(file.fileno(), fd)
         waits.name_process(log[1])
         reports.keep_reports()
-        self._notebook = Notebook()
         self._made: concurrent.futures.Future[Any] = concurrent.futures.Future()  # the object, or why not
 
     def make(self, cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -111,7 +96,7 @@ class _Actor:
     def pulse(self) -> tuple[str, int, Notes, list[reports.Report]]:
         """Return its node and process, its notes and its log records since the last call."""
         node = ray.get_runtime_context().get_node_id()
-        return node, os.getpid(), self._notebook.take(), reports.drain_reports()
+        return node, os.getpid(), take_notes(), reports.drain_reports()
 
     def live(self) -> None:
         """Never return: the call ends with the process, which Ray reports at once."""
@@ -121,47 +106,15 @@ class _Actor:
         """Write the stacks to stderr, its log."""
         if sys.__stderr__ is not None:
             stacks.write_own(sys.__stderr__)
+        stacks.ask_children()
 
 
-class RayFuture(Generic[R]):
-    """An object ref that raises the same errors as a local future."""
-
-    def __init__(self, ref: Any, handle: RayHandle[Any], method: str):
-        self._ref, self._handle = ref, handle
-        self.name, self.target = f"{handle.name}.{method}", handle.name
-
-    def done(self) -> bool:
-        return bool(ray.wait([self._ref], timeout=0)[0]) or self._handle.silence is not None
-
-    def result(self, deadline_s: float | None = None, /) -> R:
-        with waits.waiting(self.name, deadline_s=deadline_s, target=self.target) as wait:
-            left_s = math.inf if deadline_s is None else deadline_s
-            # At most until the next check of the actor's heartbeat.
-            while not ray.wait([self._ref], timeout=max(0.0, min(BEAT_S, left_s - wait.age_s)))[0]:
-                if self._handle.silence is not None:
-                    raise self._handle.silence
-                if wait.age_s >= left_s:
-                    raise waits.WaitTimeout(f"{self.name}: not done after {deadline_s} s")
-            return self._answer()
-
-    def _answer(self) -> R:
-        try:
-            answer: R = ray.get(self._ref)
-            self._handle.find()
-            return answer
-        except _DEATHS as error:
-            raise self._handle.died(error) from error
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, Exception) else error
-            cause.add_note(f"in {self.name}:\n{error}")
-            raise cause from None
-
-
-class RayHandle(Handle[T]):
-    """An actor on one node, which creates its object with `_Actor.make`. `silence`: why it is given up."""
+class RayHandle(WorkerHandle[T]):
+    """An actor on one node, which creates its object with `_Actor.make`."""
 
     def __init__(self, spec: WorkerSpec, node_id: str, log: Path, make: tuple[Any, ...]):
-        self.name, self._log, self._near_driver = spec.name, log, spec.near_driver
+        super().__init__(spec.name)
+        self._log, self._near_driver = log, spec.near_driver
         devices = spec.slot.env if spec.slot is not None else {}
         actor_class = ray.remote(concurrency_groups={WORK: 1, CONTROL: 1, _PULSE: 1, _LIFE: 1})(_Actor)
         options = actor_class.options(
@@ -172,37 +125,47 @@ class RayHandle(Handle[T]):
             runtime_env={"env_vars": {**spec.env, **devices, **import_environment()}},
         )
         self._actor = options.remote((log, spec.name), os.getcwd())
-        self._making = self._actor.make.options(concurrency_group=WORK).remote(*make)
-        self._node: str | None = None  # where it was found; None: it has not answered yet
+        self._making = self._actor.make.options(concurrency_group=WORK).remote(*make).future()
+        self._node: str | None = None  # None: it has not answered yet
         self._pid = 0
-        self._question: Any = None  # the heartbeat that is under way
-        self.end: concurrent.futures.Future[WorkerDied] = concurrent.futures.Future()
-        self.ended_here = False
-        self.silence: WorkerSilent | None = None  # set by the watch
-        self.notes = Notes()
+        self._heard = False  # set by every answer, reset by the watch
+        self._ask()
         life = self._actor.live.options(concurrency_group=_LIFE).remote()
         life.future().add_done_callback(lambda life: self.end.set_result(self.died(life.exception())))
 
-    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RayFuture[Any]:
-        answer = self._actor.run.options(concurrency_group=lane).remote(method, args, kwargs)
-        return RayFuture(answer, self, method)
+    def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call[Any]:
+        call_id, call = self._begin(method)
+        ref = self._actor.run.options(concurrency_group=lane).remote(method, args, kwargs)
+        ref.future().add_done_callback(lambda answer: self._take(call_id, call.name, answer))
+        return call
+
+    def _take(self, call_id: int, name: str, answer: concurrent.futures.Future[Any]) -> None:
+        """Pass on an answer; raise the same errors as a local process."""
+        error = answer.exception()
+        if error is None:
+            self._answer(call_id, True, answer.result())
+        elif isinstance(error, _DEATHS):
+            self._answer(call_id, False, self.died(error))
+        else:
+            cause = getattr(error, "cause", None)
+            cause = cause if isinstance(cause, Exception) else error
+            cause.add_note(f"in {name}:\n{error}")
+            self._answer(call_id, False, cause)
 
     def died(self, error: BaseException) -> WorkerDied:
         """Return the error of its end, with the last lines of its log where that can be read from here."""
         return WorkerDied(f"{self.name}: {error}; last lines of {self._log}:\n{last_lines(self._log)}")
 
-    def find(self) -> None:
-        """Record where an actor lives once it has answered a call: from now on its silence counts."""
-        if self._node is None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                self._place(ray.get(self._ask(), timeout=_FIRST_PULSE_S))
+    def _ask(self) -> None:
+        self._is_asked = True
+        self._actor.pulse.options(concurrency_group=_PULSE).remote().future().add_done_callback(self._place)
 
-    def _ask(self) -> Any:
-        return self._actor.pulse.options(concurrency_group=_PULSE).remote()
-
-    def _place(self, found: tuple[str, int, Notes, list[reports.Report]]) -> None:
-        self._node, self._pid, self.notes, logged = found
-        log_reports(self.name, logged, warnings=self._near_driver)
+    def _place(self, answer: concurrent.futures.Future[tuple[str, int, Notes, list[reports.Report]]]) -> None:
+        if answer.exception() is None:  # else it died, which `end` reports
+            self._node, self._pid, self.notes, logged = answer.result()
+            log_reports(self.name, logged, warnings=self._near_driver)
+            self._heard = True
+        self._is_asked = False
 
     def dump_stacks(self) -> None:
         self._actor.dump_stacks.options(concurrency_group=_PULSE).remote()
@@ -219,21 +182,14 @@ class RayHandle(Handle[T]):
 
     async def heard(self, timeout_s: float) -> bool:
         """Return whether it answered; it may be silent until its object exists, while torch is loaded."""
-        if self._question is None:
-            self._question = self._ask()
-        if not ray.wait([self._question], timeout=0)[0]:
-            return self._node is None or not ray.wait([self._making], timeout=0)[0]
-        with contextlib.suppress(ray.exceptions.RayError):  # it died, which `end` reports
-            self._place(ray.get(self._question))
-        self._question = None
-        return True
+        if not self._is_asked:
+            self._ask()
+        heard, self._heard = self._heard, False
+        return heard or not self._making.done()
 
     def signs(self) -> Signs | None:
         here = self._node == ray.get_runtime_context().get_node_id()
         return signs_of([self._pid]) if here else None
-
-    def fail(self, error: WorkerSilent | None) -> None:
-        self.silence = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,18 +256,18 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         have = sorted((int(node["Resources"].get("GPU", 0)) for node in _alive_nodes()), reverse=True)
         if any(there < needed for there, needed in zip(have, sorted(needs, reverse=True), strict=False)):
             raise ValueError(
-                f"the plan needs machines with {_listed(needs)} GPUs, and those of the Ray cluster have "
-                f"{_listed(have)}: "
-                "lower --actor-num-gpus-per-node or --rollout-num-gpus, or start Ray on more machines"
+                f"the plan needs machines with {', '.join(map(str, needs))} GPUs, and those of the Ray "
+                f"cluster have {', '.join(map(str, have))}: lower --actor-num-gpus-per-node or "
+                "--rollout-num-gpus, or start Ray on more machines"
             )
         self._group = placement_group([{"GPU": needed} for needed in needs], strategy="STRICT_SPREAD")
         if not self._group.wait(self._host_timeout_s):
             raise RunStopped(
-                f"the Ray cluster gave no machines with {_listed(needs)} GPUs within "
+                f"the Ray cluster gave no machines with {', '.join(map(str, needs))} GPUs within "
                 f"{self._host_timeout_s:g} s (--timeouts host): other jobs hold them (`ray status` says who)"
             )
-        looks = [_look_around(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
-        found = ray.get(looks, timeout=self._host_timeout_s)
+        probes = [_probe_machine(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
+        found = ray.get(probes, timeout=self._host_timeout_s)
         self._nodes = [node for node, *_ in found]
         self._gpu_ids = [gpu_ids for _, gpu_ids, _ in found]
         return self._machines([(gpu_ids, cores) for _, gpu_ids, cores in found])
@@ -326,7 +282,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
     def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
         """Replace each machine that does not answer by one that does and is not in use."""
         used = sorted({slot.machine for slot in slots})
-        found = self._look_again(used) if self._group is not None else self._spare_nodes(used)
+        found = self._probe_machines(used) if self._group is not None else self._spare_nodes(used)
         return [self._settle(slot, found[slot.machine]) for slot in slots]
 
     def _spare_nodes(self, machines: Sequence[int]) -> dict[int, _Found | None]:
@@ -342,21 +298,23 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
             found[machine] = (node, addresses[node], (), 0) if node is not None else None
         return found
 
-    def _look_again(self, machines: Sequence[int]) -> dict[int, _Found | None]:
+    def _probe_machines(self, machines: Sequence[int]) -> dict[int, _Found | None]:
         """Find bundles again: Ray moves those of a lost machine as soon as another has room for them."""
         assert self._group is not None, "asked by the caller"
-        looks = [
-            _look_around(self._group, machine, len(self._gpu_ids[machine])) if machine in machines else None
+        probes = [
+            _probe_machine(self._group, machine, len(self._gpu_ids[machine])) if machine in machines else None
             for machine in range(len(self._nodes))
         ]
-        ray.wait([look for look in looks if look is not None], num_returns=len(machines), timeout=_ANSWER_S)
+        ray.wait(
+            [probe for probe in probes if probe is not None], num_returns=len(machines), timeout=_ANSWER_S
+        )
         addresses = _addresses()
         found: dict[int, _Found | None] = {}
         for machine in machines:
             try:
-                node, gpu_ids, cores = ray.get(looks[machine], timeout=0)
+                node, gpu_ids, cores = ray.get(probes[machine], timeout=0)
             except ray.exceptions.RayError:
-                ray.cancel(looks[machine])
+                ray.cancel(probes[machine])
                 found[machine] = None
                 continue
             self._nodes[machine] = node
@@ -462,20 +420,16 @@ def _on_node(node_id: str, function: Callable[..., Any], *args: Any, **kwargs: A
     return options.remote(*args, **kwargs)
 
 
-def _look_around(group: PlacementGroup, bundle: int, num_gpus: int) -> Any:
+def _probe_machine(group: PlacementGroup, bundle: int, num_gpus: int) -> Any:
     """Ask for all devices of a bundle: only then does Ray report where it lies and which devices it holds."""
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    look = ray.remote(_node_gpus_cores)
-    return look.options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=place).remote()
+    probe = ray.remote(_node_gpus_cores)
+    return probe.options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=place).remote()
 
 
 def _node_gpus_cores() -> tuple[str, tuple[int, ...], int]:
     gpu_ids = tuple(sorted(int(gpu) for gpu in ray.get_gpu_ids()))
     return ray.get_runtime_context().get_node_id(), gpu_ids, num_cores()
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def open_runtime(args: Args, run_dir: Path, shm_prefix: str) -> RayRuntime:

@@ -24,7 +24,7 @@ from typing import Any
 
 from slime.liveness import stacks, waits
 from slime.liveness.heartbeat import BEAT_S
-from slime.liveness.notes import Notebook, working
+from slime.liveness.notes import take_notes, working
 from slime.runtime import reports
 from slime.utils.machine import garbage
 
@@ -54,9 +54,8 @@ def make_object(made: concurrent.futures.Future[Any], make: Callable[[], Any]) -
 class _Worker:
     """Reads calls, runs them on their lane, and writes the results."""
 
-    def __init__(self, connection: Connection, shm_prefix: str):
+    def __init__(self, connection: Connection):
         self._connection = connection
-        self._shm_prefix = shm_prefix
         self._write_lock = threading.Lock()
         self._lanes: dict[str, queue.SimpleQueue[tuple[int, bytes]]] = {
             WORK: queue.SimpleQueue(),
@@ -72,10 +71,9 @@ class _Worker:
 
     def _beat(self) -> None:
         """Send heartbeats, whatever the lanes do."""
-        notebook = Notebook()
         with contextlib.suppress(OSError):  # the driver is gone, which the reader sees
             while True:
-                frame = BEAT + pickle.dumps((notebook.take(), reports.drain_reports()))
+                frame = BEAT + pickle.dumps((take_notes(), reports.drain_reports()))
                 with self._write_lock:
                     self._connection.send_bytes(frame)
                 time.sleep(BEAT_S)
@@ -85,10 +83,7 @@ class _Worker:
             try:
                 frame = self._connection.recv_bytes()
             except (EOFError, OSError):
-                from slime.utils.machine import shm  # as below
-
-                shm.unlink_prefix(self._shm_prefix)  # the driver is gone: nobody else will
-                os._exit(1)
+                os._exit(1)  # the driver is gone; its janitor frees shared memory
             lane, call_id = pickle.loads(frame[:_HEAD_BYTES].rstrip(b"\0"))
             self._lanes[lane].put((call_id, frame[_HEAD_BYTES:]))
 
@@ -139,7 +134,6 @@ def encode_call(lane: str, call_id: int, method: str, args: tuple[Any, ...], kwa
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--shm-prefix", required=True)
     parser.add_argument("--name", default="worker", help="of this process in the table of waits")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends us in order
@@ -147,7 +141,7 @@ def main() -> None:
     reports.keep_reports()
     stacks.answer_signal()
     garbage.search_seldom()
-    _Worker(Connection(options.fd), options.shm_prefix).run()
+    _Worker(Connection(options.fd)).run()
 
 
 if __name__ == "__main__":

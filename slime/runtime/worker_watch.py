@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import logging
 import math
 import threading
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from slime.liveness.heartbeat import Beating, HeartbeatWatch
+from slime.liveness.heartbeat import HeartbeatWatch
 from slime.liveness.notes import Notes
+from slime.liveness.vital_signs import Signs
+from slime.runtime.base import Call, Handle, T
 from slime.utils.errors import WorkerDied
 
 logger = logging.getLogger(__name__)
@@ -24,21 +28,56 @@ class WorkerSilent(WorkerDied):
     """A process of the run exists and gives no sign of life."""
 
 
-class Worker(Beating, Protocol):
-    """A worker, as far as the watch needs it."""
+class WorkerHandle(Handle[T]):
+    """A process of its own, with the calls that it has not answered; a `Beating` for the watch."""
 
-    name: str
-    notes: Notes
-    end: concurrent.futures.Future[WorkerDied]  # done as soon as it has ended: how
-    ended_here: bool  # on purpose: set before it is killed
+    def __init__(self, name: str):
+        self.name, self.notes = name, Notes()
+        self.end: concurrent.futures.Future[WorkerDied] = concurrent.futures.Future()  # how it has ended
+        self.ended_here = False  # on purpose: set before it is killed
+        self._ids = itertools.count()
+        self._calls: dict[int, Call[Any]] = {}
+        self._gone: WorkerDied | None = None  # why it answers no more
+        self._lock = threading.Lock()
 
-    def fail(self, error: WorkerSilent | None) -> None:
+    @property
+    @abstractmethod
+    def title(self) -> str: ...
+    @abstractmethod
+    async def heard(self, timeout_s: float) -> bool | None: ...
+    @abstractmethod
+    def signs(self) -> Signs | None: ...
+
+    def _begin(self, method: str) -> tuple[int, Call[Any]]:
+        """Note a call that is about to be sent; it has failed already if the process is gone."""
+        call_id, call = next(self._ids), Call[Any](self.name, method)
+        with self._lock:
+            if self._gone is None:
+                self._calls[call_id] = call
+            else:
+                call.set_exception(self._gone)
+        return call_id, call
+
+    def _answer(self, call_id: int, ok: bool, value: Any) -> None:
+        with self._lock:
+            call = self._calls.pop(call_id, None)
+        if call is None:
+            return  # given up: its worker was silent for too long
+        if ok:
+            call.set_result(value)
+        else:
+            call.set_exception(value)
+
+    def fail(self, error: WorkerDied | None) -> None:
         """Make its calls fail, those in progress and later ones; None: it answers again."""
+        with self._lock:
+            self._gone = error
+            calls, self._calls = ({}, self._calls) if error is None else (self._calls, {})
+        for call in calls.values():
+            call.set_exception(error)
 
-    def kill(self) -> None: ...
 
-
-W = TypeVar("W", bound=Worker)
+W = TypeVar("W", bound=WorkerHandle[Any])
 
 
 class RuntimeWithWorkers(Generic[W]):

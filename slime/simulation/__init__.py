@@ -1,1 +1,1 @@
-"""A run on a virtual clock: the real loop, buffer and ledger over modelled engines and trainers."""
+"""Simulates a run on a virtual clock: the real loop, buffer and ledger with modelled engines and trainers."""

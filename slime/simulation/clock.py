@@ -1,8 +1,8 @@
-"""Time that jumps: an event loop whose clock stands still while something is done and skips all waiting.
+"""A virtual clock: an event loop in which computation takes no time and every wait is skipped.
 
-Exactly one thread runs at any moment, so that a simulation is the same each time it is made. The driver's
-code waits by driving the loop; plain code of a rollout function runs as a strand, a thread that has its turn
-while the loop waits for it, as if it were one more callback.
+Exactly one thread runs at any moment, so that a simulation is deterministic. The driver's code waits by
+driving the loop; synchronous code of a rollout function runs as a strand, a thread that runs while the loop
+waits for it, like one more callback.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from slime.utils.errors import RunStopped
 
 
 class Stalled(RunStopped):
-    """Somebody waits for something that nothing will bring about."""
+    """The simulation is deadlocked: a wait can never end, because no event is scheduled."""
 
 
 class _Jump(selectors.DefaultSelector):
-    """Does not wait: the time that it would have waited is over."""
+    """Selector that does not wait, but advances the virtual clock by the timeout."""
 
     now = 0.0
 
@@ -52,11 +52,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Ended(BaseException):
-    """The process that a strand was part of is no more."""
+    """Raised in a strand whose simulated process has ended."""
 
 
 class Clock:
-    """The loop, and all who wait on it."""
+    """The virtual event loop, and the threads that wait for it."""
 
     def __init__(self) -> None:
         self.loop = VirtualLoop()
@@ -111,7 +111,7 @@ class Clock:
         return strand.future
 
     def end_all(self) -> None:
-        """What ran in the process is over: tasks and strands end where they are."""
+        """End all tasks and strands of the simulated process at once."""
         for strand in self._strands:
             strand.end()
         self._strands = []
@@ -140,7 +140,7 @@ _strand_of_thread: dict[int, Strand] = {}
 
 
 class Strand:
-    """Plain code that waits for coroutines. It begins when the loop comes to it."""
+    """Synchronous code that waits for coroutines, in its own thread; starts at its turn in the loop."""
 
     def __init__(self, loop: VirtualLoop, work: Callable[[], Any], name: str):
         self._loop, self._work = loop, work
@@ -199,7 +199,7 @@ class Strand:
 
 
 class VirtualFuture(Generic[T]):
-    """An answer that takes virtual time (a `slime.runtime.base.Future`)."""
+    """A result that is available after some virtual time (a `slime.runtime.base.Future`)."""
 
     def __init__(self, clock: Clock, future: asyncio.Future[T], name: str):
         self._clock, self._future, self._name = clock, future, name
@@ -214,9 +214,10 @@ class VirtualFuture(Generic[T]):
 
 
 class ModelledHandle(Handle[T]):
-    """An object on the virtual clock; what its methods await takes virtual time.
+    """Handle of an object on the virtual clock, whose methods take virtual time.
 
-    `strands`: methods of the work lane are plain code that waits for coroutines, one call after another.
+    `strands`: methods of the work lane are synchronous code that waits for coroutines, one call after
+    another.
     """
 
     def __init__(self, clock: Clock, target: T, name: str, *, strands: bool = False):

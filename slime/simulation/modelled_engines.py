@@ -1,7 +1,7 @@
-"""Modelled engines: they answer requests as engines do, after the time that a cost model says.
+"""Modelled engines: respond to requests like real engines, after times from a cost model.
 
-Requests reach them through the same client, balancer rule and retries as real ones. One token of the
-simulation may stand for many (`unit`): lengths are then in units, costs in real tokens.
+Requests reach them through the same client, balancing rule and retries as real engines. One simulated token
+may represent many (`unit`): lengths are then in units, costs in real tokens.
 """
 
 from __future__ import annotations
@@ -9,34 +9,23 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from slime.arguments import RunInfo
 from slime.simulation.clock import Clock
+from slime.simulation.costs import EngineCosts
 from slime.simulation.workload import LengthModel
 from slime.utils.http_utils import HttpError
 from slime.weight_sync.base import WeightBundle
-from slime.wire.client import SESSION_HEADER
 
 ROUTER = "http://modelled-router:1"
 VOCABULARY = 1 << 17
 _TOKEN = 7  # every token of a modelled answer
 _REFRESH_TOKENS = 256  # how long a decode rate is taken to hold while caches grow
-_ABORT_S = 1e-3  # until an engine has ended requests that it was told to
-
-
-class EngineCosts(Protocol):
-    """Seconds of one engine. `running`: requests at once; `cached`: tokens in their caches, all together."""
-
-    @property
-    def max_running(self) -> int: ...
-
-    def decode_s(self, running: int, cached: float) -> float: ...
-
-    def prefill_s(self, tokens: float) -> float: ...
+_ABORT_S = 1e-3  # from an abort until the engine has ended the request
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +43,7 @@ class _Request:
 
 
 class ModelledEngine:
-    """Continuous batching as a fluid: all that run move at one rate, which depends on how many they are."""
+    """Models continuous batching as a fluid: running requests advance at one rate, set by their number."""
 
     def __init__(
         self,
@@ -69,7 +58,7 @@ class ModelledEngine:
         self._left = left  # sample -> tokens that one which was cut short still has; of all engines
         self.url = f"http://{name}:1"
         self.version = "default"
-        self.alive, self.slowness = True, 1.0
+        self.alive = True
         self.busy_s = self.tokens = self.running_s = 0.0  # running_s: requests x seconds
         self._paused = False
         self._numbers = itertools.count()
@@ -94,7 +83,7 @@ class ModelledEngine:
         rid = str(payload.get("rid"))
         sample = rid.rpartition(".")[2].partition("-")[0]
         length = self._left.pop(sample, None)
-        if length is None or payload["input_ids"][-1] != _TOKEN:  # it begins anew
+        if length is None or payload["input_ids"][-1] != _TOKEN:  # a new response
             length = self._lengths.answer(int(params.get("sampling_seed") or next(self._numbers)))
         budget = params["max_new_tokens"] * self._unit
         request = _Request(
@@ -197,7 +186,7 @@ class ModelledEngine:
             self._timer.cancel()
         if not self._running or self._paused or not self.alive:
             return
-        self._token_s = self.slowness * self._costs.decode_s(len(self._running), self._cached)
+        self._token_s = self._costs.decode_s(len(self._running), self._cached)
         while self._ends and self._ends[0][1] not in self._running:
             heapq.heappop(self._ends)
         tokens = min(_REFRESH_TOKENS, max(0.0, self._ends[0][0] - self._progress))
@@ -209,7 +198,7 @@ class ModelledEngine:
         self._running[request.number] = request
         heapq.heappush(self._ends, (self._progress + request.length, request.number))
         self._cached += request.prompt
-        self._debt_s += self.slowness * self._costs.prefill_s(request.prompt)
+        self._debt_s += self._costs.prefill_s(request.prompt)
 
     def _due(self) -> None:
         self._advance()
@@ -228,12 +217,12 @@ class ModelledEngine:
         self._change()
 
     def resume(self, version: str) -> None:
-        """Requests that waited go on with the new weights; their caches are computed anew."""
+        """Resume waiting requests with the new weights; their KV caches are computed again."""
         self._at = self._clock.now
         self._paused, self.version = False, version
         for request in self._running.values():
             request.marks.append((version, self._progress - request.began))
-        self._debt_s += self.slowness * self._costs.prefill_s(max(0.0, self._cached))
+        self._debt_s += self._costs.prefill_s(max(0.0, self._cached))
         self._change()
 
     def die(self) -> None:
@@ -253,22 +242,16 @@ class ModelledEngine:
         self._at = self._clock.now
         self.alive, self._paused, self.version = True, False, version
 
-    def slow_down(self, factor: float) -> None:
-        self._advance()
-        self.slowness = factor
-        self._change()
-
 
 class ModelledFleet:
-    """Engines, the balancer before them (fewest requests; a session stays), and their weights.
+    """Modelled engines, their load balancer (fewest requests, sticky sessions) and their weights.
 
-    It stands where `EnginePlane` and `EngineWeights` do: the rollout manager, the residency and the weight
-    push call it as they call those.
+    It replaces `EnginePlane` and `EngineWeights`: the rollout manager, the residency and the weight push call
+    it in the same way.
     """
 
     def __init__(self, clock: Clock, engines: Sequence[ModelledEngine], push_s: float, swap_s: float):
         self._clock, self.engines, self._push_s, self._swap_s = clock, list(engines), push_s, swap_s
-        self._homes: OrderedDict[str, ModelledEngine] = OrderedDict()
         self._bundle: WeightBundle | None = None
         self.pushing = False
         self.servers = {ROUTER: self._route} | {engine.url: self._serve(engine) for engine in engines}
@@ -329,18 +312,12 @@ class ModelledFleet:
     async def _route(self, method: str, path: str, payload: Any, headers: Mapping[str, str]) -> Any:
         if path == "workers":
             return {"workers": [{"url": engine.url} for engine in self.engines if engine.alive]}
-        session = headers.get(SESSION_HEADER)
-        home = self._homes.get(session) if session else None
-        if home is None or not home.alive:
-            there = [engine for engine in self.engines if engine.alive]
-            if not there:
-                raise HttpError(503, "no engine is in rotation", ROUTER)
-            home = min(there, key=lambda engine: engine.load)
-            if session:
-                self._homes[session] = home
-                if len(self._homes) > 100_000:
-                    self._homes.popitem(last=False)
-        return _events(home, payload) if payload.get("stream") else await home.generate(payload)
+        alive = [engine for engine in self.engines if engine.alive]
+        if not alive:
+            raise HttpError(503, "no engine is in rotation", ROUTER)
+        if payload.get("stream"):  # a whole group in one request: its members are then sent alone
+            raise HttpError(400, "modelled engines stream nothing", ROUTER)
+        return await min(alive, key=lambda engine: engine.load).generate(payload)
 
     def _serve(self, engine: ModelledEngine) -> Any:
         async def serve(method: str, path: str, payload: Any, headers: Mapping[str, str]) -> Any:
@@ -371,26 +348,3 @@ class ModelledFleet:
             self._clock.at(self._clock.now + 1.0, self._wake, engine)
         else:
             engine.wake(self.version or "default")
-
-    def slow_down(self, number: int, factor: float, for_s: float) -> None:
-        engine = self.engines[number % len(self.engines)]
-        engine.slow_down(factor)
-        self._clock.at(self._clock.now + for_s, engine.slow_down, 1.0)
-
-
-async def _events(engine: ModelledEngine, payload: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """Yield the answers of a group that travels as one request, each as it is finished."""
-
-    async def answer(index: int, ids: Any, params: Any, rid: str) -> dict[str, Any]:
-        one = {"input_ids": ids, "sampling_params": params, "rid": rid}
-        return {**await engine.generate(one), "index": index}
-
-    columns = zip(payload["input_ids"], payload["sampling_params"], payload["rid"], strict=True)
-    tasks = [asyncio.ensure_future(answer(index, *column)) for index, column in enumerate(columns)]
-    try:
-        for finished in asyncio.as_completed(tasks):
-            yield await finished
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,7 +14,7 @@ Server = Callable[[str, str, Any, Mapping[str, str]], Awaitable[Any]]  # method,
 
 
 class ModelledSession:
-    """Stands in for aiohttp's session on the simulated loop: a request reaches a model, not a socket."""
+    """Replaces aiohttp's session on the simulated loop: a request reaches a model, not a socket."""
 
     closed = False
 
@@ -46,8 +46,6 @@ class _ModelledRequest:
                 answer = await self._call()
         except HttpError as error:
             return _ModelledResponse(self._url, error.status, error.body.encode())
-        if hasattr(answer, "__aiter__"):
-            return _ModelledResponse(self._url, 200, events=answer)
         return _ModelledResponse(self._url, 200, b"" if answer is None else json_text.dumps(answer).encode())
 
     def __await__(self) -> Generator[Any, None, _ModelledResponse]:
@@ -60,11 +58,10 @@ class _ModelledRequest:
 
 
 class _ModelledResponse:
-    """A whole body, or events that are read one by one as `content`."""
+    """An HTTP response with a complete body."""
 
-    def __init__(self, url: str, status: int, body: bytes = b"", events: Any = None):
-        self.url, self.status, self.headers = url, status, dict[str, str]()
-        self.content, self._body, self._events, self._is_done = self, body, events, events is None
+    def __init__(self, url: str, status: int, body: bytes):
+        self.url, self.status, self.headers, self._body = url, status, dict[str, str](), body
 
     async def read(self) -> bytes:
         return self._body
@@ -72,18 +69,7 @@ class _ModelledResponse:
     async def text(self, errors: str = "strict") -> str:
         return self._body.decode(errors=errors)
 
-    async def readany(self) -> bytes:
-        if self._is_done:
-            return b""
-        try:
-            return b"data: %s\n\n" % json_text.dumps(await anext(self._events)).encode()
-        except StopAsyncIteration:
-            self._is_done = True
-            return b"data: [DONE]\n\n"
-
     async def __aenter__(self) -> _ModelledResponse:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        if self._events is not None:
-            await self._events.aclose()
+    async def __aexit__(self, *_: object) -> None: ...

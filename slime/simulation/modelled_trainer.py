@@ -1,4 +1,4 @@
-"""A modelled trainer: takes the batches, pushes and checkpoints of a run, and the time a cost model says."""
+"""A modelled trainer: accepts the batches, pushes and checkpoints of a run, with times from a cost model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from slime.weight_sync.base import WeightBundle
 
 
 class ModelledRank:
-    """What the driver asks of a rank beside training, as of a `TrainActor` of `cluster.training`."""
+    """Modelled trainer rank with the methods of `slime.cluster.training.train_actor.TrainActor`."""
 
     def __init__(self, clock: Clock, costs: TrainerCost):
         self._clock, self._costs, self._saved_in = clock, costs, Path()
@@ -96,7 +96,7 @@ class ModelledRank:
 
 
 class _RankHandle(ModelledHandle[ModelledRank]):
-    """Who calls a dead process hears of it."""
+    """Handle of a modelled rank; a call to a dead rank fails at once."""
 
     def send(self, lane: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         if not self._target.is_dead:
@@ -107,7 +107,7 @@ class _RankHandle(ModelledHandle[ModelledRank]):
 
 
 class ModelledProcesses:
-    """The rank's process as recovery sees it (`slime.cluster.training.train_group.RankProcesses`)."""
+    """Replaces `slime.cluster.training.train_group.RankProcesses` for the modelled rank."""
 
     def __init__(self, trainer: ModelledTrainGroup):
         self._trainer = trainer
@@ -127,7 +127,7 @@ class ModelledProcesses:
 
 
 class ModelledTrainGroup(TrainGroup):
-    """The real split of a batch over ranks; a step lasts as long as that of the busiest."""
+    """Splits batches over ranks like a real run; a step lasts as long as the busiest rank's."""
 
     def __init__(self, args: Args, clock: Clock, costs: TrainerCost, unit: int):
         self.rank = ModelledRank(clock, costs)

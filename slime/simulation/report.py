@@ -1,18 +1,18 @@
-"""Simulates the splits of a run between training and generation, and says which is best."""
+"""Simulates the splits of a run's GPUs between training and generation, and recommends the best."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from slime.arguments import Args
 from slime.arguments.groups.topology import plain_topology
 from slime.catalog.gpus import GPUS, GpuRow
 from slime.preflight.step_costs import (
     ASSUMPTIONS,
+    PAUSE_S,
+    SWAP_S,
     EnginePlan,
     Model,
     TrainPlan,
@@ -22,43 +22,33 @@ from slime.preflight.step_costs import (
     model_of,
     push_seconds,
 )
-from slime.simulation.costs import Costs, TrainerCost, measured_costs
+from slime.simulation.costs import Costs, TrainerCost
 from slime.simulation.simulated_run import Measured, Simulation
 from slime.simulation.simulated_settings import simulated_args, unit_for
-from slime.simulation.workload import FaultPlan, LengthModel, RewardModel, Workload
+from slime.simulation.workload import LengthModel, RewardModel, Workload
 
-SWAP_S, _PAUSE_S = 2.0, 0.13
-_HOURS = 24.0  # of injected faults
 _PARTS = 8
-_SHOWN = ["step_s", "engine_busy", "engine_running", "trainer_busy", "wasted", "waste", "staleness", "counts"]
 
 
 @dataclass(frozen=True, slots=True)
 class SplitRow:
-    """One split. `rollout_gpus` 0: engines and trainer take turns."""
+    """One split. `rollout_gpus` 0: engines and trainer share the GPUs in turns."""
 
     train_gpus: int
     rollout_gpus: int
     engines: int
+    layout: str  # of the trainer
     measured: Measured
-
-    def as_json(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("train_gpus", "rollout_gpus", "engines")}
-        found = {name: getattr(self.measured, name) for name in _SHOWN}
-        return {**own, **found, "starts": self.measured.num_starts, "error": self.measured.error}
 
 
 def simulate_splits(args: Args, options: argparse.Namespace) -> tuple[list[SplitRow], list[str]]:
     """One simulation for each split, fastest first; and what it was computed from."""
     overlapped = options.loop != "sync"
     most = float(args.rollout_max_response_len or 4096)
-    default = f"lognormal:{most / 4:g}:0.8"
-    source = options.lengths or (f"run:{options.measured}" if options.measured else default)
+    source = options.lengths or f"lognormal:{most / 4:g}:0.8"
     lengths = LengthModel.parse(source, most, options.seed)
     unit = unit_for(lengths.mean)
     mean, _, sigma = options.reward_s.partition(":")
-    rates = {kind: getattr(options, f"{kind}_faults") for kind in ("engine", "slow", "trainer", "driver")}
-    keeps = bool(rates["trainer"] or rates["driver"])
     rewards = RewardModel(float(mean), float(sigma or 0), options.reward_failures, options.seed)
     about = [
         f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} answers of about "
@@ -66,31 +56,25 @@ def simulate_splits(args: Args, options: argparse.Namespace) -> tuple[list[Split
         f"seed {options.seed}; one token stands for {unit}"
     ]
     rows = []
-    for train, rollout, costs in _splits(args, options, lengths, about):
-        faults = FaultPlan.drawn(rates, _HOURS * 3600, options.seed)
-        workload = Workload(lengths, options.prompt_tokens, rewards, faults, unit, options.seed)
+    for train, rollout, layout, costs in _splits(args, options, lengths, about):
+        workload = Workload(lengths, options.prompt_tokens, rewards, unit=unit, seed=options.seed)
         each = args.rollout_num_gpus_per_engine
         split = args.replace(
             rollout_num_gpus=costs.num_engines * each,
             engine_topology=plain_topology(args.hf_checkpoint, costs.num_engines * each, each),
             sglang_server_concurrency=min(args.sglang_server_concurrency, costs.engine.max_running),
         )
-        small = simulated_args(split, steps=options.steps, unit=unit, keeps=keeps)
-        simulation = Simulation(small, costs, workload, overlapped=overlapped, keeps=keeps)
+        small = simulated_args(split, steps=options.steps, unit=unit, keeps=False)
+        simulation = Simulation(small, costs, workload, overlapped=overlapped)
         simulation.run()
-        rows.append(SplitRow(train, rollout, costs.num_engines, simulation.shares()))
-    return sorted(rows, key=lambda row: (row.measured.error is not None, row.measured.step_s)), about
+        rows.append(SplitRow(train, rollout, costs.num_engines, layout, simulation.shares()))
+    return sorted(rows, key=lambda row: row.measured.step_s), about
 
 
 def _splits(
     args: Args, options: argparse.Namespace, lengths: LengthModel, about: list[str]
-) -> list[tuple[int, int, Costs]]:
+) -> list[tuple[int, int, str, Costs]]:
     own, rollout = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1), args.rollout_num_gpus or 1
-    if options.measured:
-        slow = float(options.reward_s.partition(":")[0]) > 0
-        costs, told = measured_costs(Path(options.measured), slow_rewards=slow)
-        about += told
-        return [(own, 0 if args.colocate else rollout, costs)]
     if options.gpu not in GPUS:
         raise ValueError(f"--gpu {options.gpu!r} is none of {', '.join(GPUS)}.")
     model = model_of(options.model or args.hf_checkpoint or "")
@@ -122,7 +106,7 @@ def _splits(
             continue
         engine = min(engines, key=lambda e: e.generate_s(work, samples / (there // e.gpus)))
         costs = _costs(engine, there, trainer, model, work, gpu, colocated=not generate)
-        found.append((train, generate, costs))
+        found.append((train, generate, trainer.words, costs))
     if not found:
         raise ValueError(f"no split of --gpus {options.gpus or own} {options.gpu} holds this model.")
     return found
@@ -149,11 +133,11 @@ def _costs(
         fixed_s=trainer.seconds - compute,
         per_token_s=compute * (1 - pairs) / (each * sum(lengths)),
         per_pair_s=compute * pairs / (each * sum(n * n for n in lengths)),
-        push_s=max(0.0, push - _PAUSE_S),
+        push_s=max(0.0, push - PAUSE_S),
         swap_s=swap,
         save_s=16 * model.parameters / (trainer.sizes.ranks * 1e9),
     )
-    return Costs(gpus // engine.gpus, engine, cost, pause_s=_PAUSE_S, swap_s=swap)
+    return Costs(gpus // engine.gpus, engine, cost, pause_s=PAUSE_S, swap_s=swap)
 
 
 def table(rows: Sequence[SplitRow]) -> list[str]:
@@ -169,23 +153,18 @@ def table(rows: Sequence[SplitRow]) -> list[str]:
             f"{found.engine_running:>8.0f} {found.step_s:>7.4g} {found.engine_busy:>7.0%} "
             f"{found.trainer_busy:>7.0%} {found.wasted:>6.1%}  {ages}"
         )
-        if found.error:
-            lines.append(f"      ({found.error})")
     best = rows[0]
     if len(rows) > 1:
         lines.append(
             f"best: {best.train_gpus} GPUs train, {best.rollout_gpus} generate: "
             f"{best.measured.step_s:.4g} s a step"
         )
+    lines.append(f"trainer: {best.layout}")
     counts = {name: int(n) for name, n in sorted(best.measured.counts.items()) if n}
-    told = ", ".join(f"{name.removeprefix('groups/').replace('_', ' ')} {n}" for name, n in counts.items())
-    lines.append(f"groups of the {'best' if len(rows) > 1 else 'run'}: {told or 'none'}")
+    counted = ", ".join(f"{name.removeprefix('groups/').replace('_', ' ')} {n}" for name, n in counts.items())
+    lines.append(f"groups of the {'best' if len(rows) > 1 else 'run'}: {counted or 'none'}")
     lost = {cause.replace("_", " "): n for cause, n in best.measured.waste.items() if n}
     made = max(best.measured.engine_tokens, 1.0)
     shares = ", ".join(f"{cause} {n / made:.1%}" for cause, n in sorted(lost.items()))
     lines.append(f"tokens that taught nothing: {shares or 'none'}")
-    if best.measured.num_starts > 1:
-        lines.append(f"starts: {best.measured.num_starts}")
-    if best.measured.audit is not None:
-        lines.append("ledger: " + ("; ".join(best.measured.audit.violations) or "conserved"))
     return lines

@@ -1,4 +1,4 @@
-"""Makes a simulated run: the real loop and all its parts, over modelled engines and a modelled trainer."""
+"""Runs a simulation: the real loop and all its parts, with modelled engines and a modelled trainer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import RunLog
 from slime.cluster.trainer import Trainer
 from slime.cluster.weight_push import WeightPush
-from slime.observability.counters import Counters
 from slime.record import RECORD_FILE
 from slime.record.audit import Audit, audit
 from slime.record.writer import GATHER_S, RecordWriter
@@ -58,7 +57,7 @@ class Killed(BaseException):
 
 @dataclass
 class Measured:
-    """What a simulated run was like. Times are virtual seconds, tokens are real ones."""
+    """Measurements of a simulated run. Times are virtual seconds; token counts are real."""
 
     step_ends: list[float] = field(default_factory=list)  # when each training step was over
     logged: dict[int, dict[str, float]] = field(default_factory=dict)  # by rollout
@@ -99,7 +98,7 @@ class Measured:
 
 
 class _DelayedWriter:
-    """Events reach the disk a moment later; a killed process takes the last of them with it."""
+    """Writes events with a delay, so that a killed process loses the last of them."""
 
     def __init__(self, clock: Clock, writer: RecordWriter):
         self._clock, self._writer = clock, writer
@@ -140,7 +139,7 @@ class _DelayedWriter:
 
 
 class _Metrics:
-    """What a run logs, with the virtual time (as `slime.observability.tracking.Tracker`)."""
+    """Collects a run's metrics with virtual times, in place of `slime.observability.tracking.Tracker`."""
 
     def __init__(self, clock: Clock, measured: Measured, unit: int):
         self._clock, self._measured, self._unit = clock, measured, unit
@@ -220,8 +219,6 @@ class Simulation:
             return  # the run is down already
         if fault.kind == "engine":
             fleet.die(fault.which, plan.engine_restart_s)
-        elif fault.kind == "slow":
-            fleet.slow_down(fault.which, fault.amount, fault.for_s)
         elif fault.kind == "trainer":
             self._trainer.rank.die()
         elif fault.kind == "driver":
@@ -300,7 +297,7 @@ class Simulation:
                     weight_push=push,
                     saver=saver,
                 ),
-                log=RunLog(metrics, no_advice, Counters()),
+                log=RunLog(metrics, no_advice),
                 timeline=timeline,
                 requests=Requests(None),
                 restored=point.restored,

@@ -1,4 +1,4 @@
-"""The settings of a run as a simulation takes them: what is modelled replaces what would be loaded."""
+"""Adapts the settings of a run for a simulation: models and data are replaced by modelled ones."""
 
 from __future__ import annotations
 

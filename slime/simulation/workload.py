@@ -1,4 +1,4 @@
-"""What a simulated run works on: prompts, lengths of answers, rewards, and what goes wrong."""
+"""Workload of a simulated run: prompts, response lengths, rewards and faults."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PROMPTS, REWARD = f"{__name__}.ModelledPrompts", f"{__name__}.modelled_reward"
 
 @dataclass(frozen=True, slots=True)
 class LengthModel:
-    """Tokens of answers. `kind` "list": each of `values` is as likely; else `values` are its parameters.
+    """Distribution of response lengths. `kind` "list": uniform over `values`; else `values` are parameters.
 
-    Example: LengthModel("lognormal", (900.0, 1.0), 8192) has mean 900 before the cut, and a spread of
-    sigma 1 in the logarithm.
+    Example: LengthModel("lognormal", (900.0, 1.0), 8192) has mean 900 before truncation, and sigma 1 in the
+    logarithm.
     """
 
     kind: str
@@ -36,11 +36,11 @@ class LengthModel:
 
     @classmethod
     def parse(cls, text: str, most: float, seed: int) -> LengthModel:
-        """`fixed:900`, `uniform:100:1000`, `lognormal:900:1.0`, `exponential:900`, or `run:FOLDER`."""
+        """Read `fixed:900`, `uniform:100:1000`, `lognormal:900:1.0`, or `run:FOLDER`."""
         kind, _, rest = text.partition(":")
         if kind == "run":
             return cls("list", tuple(lengths_of_run(Path(rest))), most, seed)
-        counts = {"fixed": 1, "uniform": 2, "lognormal": 2, "exponential": 1}
+        counts = {"fixed": 1, "uniform": 2, "lognormal": 2}
         try:
             values = tuple(float(word) for word in rest.split(":"))
         except ValueError:
@@ -49,7 +49,7 @@ class LengthModel:
         if is_empty or len(values) != counts.get(kind) or not all(0 < value < math.inf for value in values):
             raise ValueError(
                 f"--lengths {text!r} is none of fixed:N, uniform:LOW:HIGH, lognormal:MEAN:SIGMA, "
-                "exponential:MEAN, run:FOLDER, with numbers above 0 and LOW no higher than HIGH."
+                "run:FOLDER, with numbers above 0 and LOW no higher than HIGH."
             )
         return cls(kind, values, most, seed)
 
@@ -64,8 +64,6 @@ class LengthModel:
             case "lognormal":
                 mean, sigma = self.values
                 length = draw.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma)
-            case "exponential":
-                length = draw.expovariate(1 / self.values[0])
             case _:
                 length = draw.choice(self.values)
         return max(1.0, length)
@@ -76,11 +74,11 @@ class LengthModel:
         return sum(min(self.most, self.answer(i)) for i in range(2000)) / 2000
 
 
-def lengths_of_run(folder: Path, last_step: int | None = None) -> list[float]:
-    """Lengths of all answers that the record of a run has, up to a step where one is named."""
+def lengths_of_run(folder: Path) -> list[float]:
+    """Return the lengths of all responses in the record of a run."""
     with Record(folder / RECORD_FILE) as record:
         answers = record.answers(Select(kind="train", limit=1_000_000))
-    found = [float(a.num_tokens) for a in answers if last_step is None or a.rollout_id <= last_step]
+    found = [float(answer.num_tokens) for answer in answers]
     if not found:
         raise ValueError(f"{folder} has no recorded answers: it was run with --record-max-mib 0.")
     return found
@@ -88,7 +86,7 @@ def lengths_of_run(folder: Path, last_step: int | None = None) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class RewardModel:
-    """Seconds a score takes (log-normal around `mean_s`), how often answers are right, how often it fails."""
+    """Models rewards: seconds per score (log-normal around `mean_s`), accuracy and rate of failures."""
 
     mean_s: float = 0.0
     sigma: float = 0.0
@@ -110,40 +108,25 @@ class RewardModel:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`kind`: engine, slow, trainer or driver. `which`: engine; `amount`: factor of a slow one."""
+    """The death of a process at a virtual time. `kind`: engine, trainer or driver; `which`: engine number."""
 
     at: float
     kind: str
     which: int = 0
-    amount: float = 1.0
-    for_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """What goes wrong at which second, and how long it takes to be there again."""
+    """Faults with their virtual times, and the seconds that each restart takes."""
 
     faults: tuple[Fault, ...] = ()
     engine_restart_s: float = 60.0
     run_restart_s: float = 120.0
 
-    @classmethod
-    def drawn(
-        cls, rates: dict[str, float], until_s: float, seed: int, *, slow_factor: float = 4.0, **delays: float
-    ) -> FaultPlan:
-        """`rates`: faults per hour of each kind, as a Poisson process."""
-        draw, faults = random.Random(seed), []
-        for kind, rate in sorted(rates.items()):
-            at = draw.expovariate(rate / 3600) if rate > 0 else math.inf
-            while at < until_s:
-                faults.append(Fault(at, kind, draw.randrange(1 << 16), slow_factor, 600.0))
-                at += draw.expovariate(rate / 3600)
-        return cls(tuple(sorted(faults, key=lambda fault: fault.at)), **delays)
-
 
 @dataclass
 class Workload:
-    """All of it. `unit`: how many tokens one token of the simulation stands for."""
+    """The whole workload. `unit`: number of real tokens that one simulated token represents."""
 
     lengths: LengthModel
     prompt_tokens: float
@@ -161,7 +144,7 @@ _current: Workload | None = None
 
 
 def use(workload: Workload | None) -> None:
-    """What the plug-ins below work on, in this process."""
+    """Set the workload of the plug-ins below, for this process."""
     global _current
     _current = workload
 
@@ -172,7 +155,7 @@ def current() -> Workload:
 
 
 class ModelledPrompts(RolloutDataSourceWithBuffer):
-    """The real buffer, cursor and journal before prompts that are only lengths (--data-source-path)."""
+    """A data source with the real buffer, cursor and journal, whose prompts are only lengths."""
 
     def _make_group(self, prompt: Sample) -> Group:
         count = max(1, round(current().prompt_tokens / current().unit))

@@ -1,1 +1,1 @@
-"""The training step: what one batch goes through, to the optimizer and its metrics; see training_step.py."""
+"""The training step, from a batch to the optimizer update and its metrics; see training_step.py."""

@@ -1,8 +1,7 @@
-"""Whether engine and trainer hold one policy: their log-probs of the same tokens, by the age of the weights.
+"""Checks that engine and trainer agree on log-probs of the same tokens, by the age of the weights.
 
-Tokens that the trainer's own version sampled are *fresh* and must agree; those of older versions differ by
-what was learnt since. A token that names no version is taken as fresh: the rollout names one for every
-token of a run with engines.
+Tokens sampled by the trainer's own version are *fresh* and must agree; tokens of older versions differ by
+the updates since. A token without a version counts as fresh: in a run with engines, every token has one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,7 @@ from torch import Tensor
 from slime.arguments import Flags
 from slime.arguments.groups.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.groups.off_policy import CORRECTIONS
-from slime.backends.base import TrainBackend
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.observability.rollout_metrics import LAGS, lag_name
 from slime.step.difference_trend import DifferenceTrend
 from slime.step.hints import Hints
@@ -64,7 +63,7 @@ class Difference:
 
     @property
     def mean_lag(self) -> float:
-        """How many versions the tokens that are not fresh lie behind, on average."""
+        """Mean age, in weight versions, of tokens that are not fresh."""
         return self.lags / max(self.num_stale, 1)
 
     def metrics(self) -> dict[str, float]:
@@ -100,7 +99,7 @@ class Agreement:
         """
         if log_probs is None or version is None or "rollout_log_probs" not in batch:
             if args.logprob_diff_threshold != 0:
-                self.hints.tell(
+                self.hints.log_once(
                     "agreement cannot run",
                     "log-probs of engine and trainer are not compared in this run "
                     f"(--logprob-diff-threshold): {_why_not(batch, version)}",
@@ -126,7 +125,7 @@ class Agreement:
                 _apart(batch, log_probs, difference, threshold, cause or _fp8_remedy(args.fp8_rounding))
             )
         if cause and difference.num_fresh >= ONE_SIDED_TOKENS:
-            self.hints.tell(
+            self.hints.log_once(
                 "one-sided difference",
                 f"log-probs of engine and trainer differ by {difference.fresh:.3g} on average over "
                 f"{difference.num_fresh} tokens of version {difference.version}, below "
@@ -135,7 +134,7 @@ class Agreement:
 
     def _judge_stale(self, difference: Difference, threshold: float) -> None:
         if difference.num_stale and difference.stale > threshold:
-            self.hints.tell(
+            self.hints.log_once(
                 "stale tokens apart",
                 f"log-probs of engine and trainer differ by {difference.stale:.3g} on average over "
                 f"{difference.num_stale} tokens that older weights sampled ({difference.mean_lag:.1f} "
@@ -148,7 +147,7 @@ class Agreement:
         drift = self._trend.note(difference.version, difference.fresh, difference.num_fresh, threshold)
         if drift is None:
             return
-        self.hints.tell(
+        self.hints.log_once(
             "difference grows",
             f"log-probs of engine and trainer lie {drift.now:.3g} apart on fresh tokens, {drift.num_pushes} "
             f"weight pushes after they lay {drift.first:.3g} apart: a difference that grows with the pushes "
@@ -162,7 +161,7 @@ class Agreement:
         if is_corrected or not difference.num_stale:
             return
         share = difference.num_stale / (difference.num_stale + difference.num_fresh)
-        self.hints.tell(
+        self.hints.log_once(
             "stale tokens as on-policy",
             f"{share:.0%} of the trained tokens were sampled by older weights ({difference.mean_lag:.1f} "
             f"versions behind on average, log-probs {difference.stale:.3g} apart) and are trained as if the "
@@ -172,7 +171,7 @@ class Agreement:
 
 
 def _why_not(batch: RolloutBatch, version: int | None) -> str:
-    """Why there is nothing to compare, the same on all ranks."""
+    """Return why there is nothing to compare, the same on all ranks."""
     if "rollout_log_probs" not in batch:
         return (
             "the samples have no rollout_log_probs; ask the engine for them (return_logprob) and set one for "

@@ -1,4 +1,4 @@
-"""What a tested run must show (--ci-test): no KL before it learnt, the gradient norms of another run.
+"""Assertions of a tested run (--ci-test): zero KL before the first update, expected gradient norms.
 
 The difference between engine and trainer (--ci-train-rollout-logprob-abs-diff-threshold) is checked where
 every run checks it (`agreement.py`).
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from slime.arguments import Flags
-from slime.backends.base import TrainBackend
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.step.token_terms import ON_POLICY_LIMITS
 from slime.utils.errors import RunStopped
 

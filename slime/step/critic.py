@@ -4,8 +4,9 @@ from torch import Tensor
 
 from slime.algorithms.reduce import reduction_weights, weighted_sum
 from slime.algorithms.value_loss import compute_value_loss
-from slime.backends.base import Denominators, Loss, Metrics, MicroBatch, TokenOutputs, TrainBackend
+from slime.backends.base import Denominators, Loss, Metrics, MicroBatch, TokenOutputs
 from slime.backends.shared.microbatch import build_micro_batches
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.batch.split import RankStep
 from slime.step.step_report import optimizer_metrics
 from slime.step.token_terms import TokenWatch

@@ -1,4 +1,4 @@
-"""Whether log-probs of engine and trainer drift apart from push to push, though each push seems to arrive."""
+"""Detects that log-probs of engine and trainer drift apart over pushes, though each push seems to arrive."""
 
 from dataclasses import dataclass, field
 

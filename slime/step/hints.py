@@ -1,4 +1,4 @@
-"""Sentences for whoever watches a run: what was measured, what it means, which flag helps; once per cause."""
+"""Hints in the log of a run: what was measured, what it means and which flag helps; once per cause."""
 
 import logging
 
@@ -6,20 +6,20 @@ logger = logging.getLogger(__name__)
 
 
 class Hints:
-    """One per trainer rank and run. All ranks find the same; those of the first reach the driver's log."""
+    """Collects hints on one trainer rank. All ranks find the same hints; the driver logs those of rank 0."""
 
     def __init__(self) -> None:
-        self.told: dict[str, str] = {}  # the text by cause
-        self._num_taken = 0
+        self.texts: dict[str, str] = {}  # the text by cause
+        self._num_drained = 0
 
-    def tell(self, cause: str, text: str) -> None:
-        """Log `text` unless something was told about `cause` before."""
-        if cause not in self.told:
-            self.told[cause] = text
+    def log_once(self, cause: str, text: str) -> None:
+        """Log `text`, unless a hint about `cause` was logged before."""
+        if cause not in self.texts:
+            self.texts[cause] = text
             logger.warning("%s", text)
 
-    def take(self) -> list[str]:
-        """What was told since the last call."""
-        taken = list(self.told.values())[self._num_taken :]
-        self._num_taken = len(self.told)
-        return taken
+    def drain(self) -> list[str]:
+        """Return the hints that were added since the last call."""
+        drained = list(self.texts.values())[self._num_drained :]
+        self._num_drained = len(self.texts)
+        return drained

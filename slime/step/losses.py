@@ -1,4 +1,4 @@
-"""The losses of a run, put together from `slime.algorithms`: policy loss, SFT loss and a user's own.
+"""Assembles the losses of a run from `slime.algorithms`: policy loss, SFT loss and custom losses.
 
 Each returns sums over a micro-batch; the backend divides by the denominators of the whole optimizer step.
 """
@@ -48,7 +48,7 @@ def build_loss(args: Flags, batch: RolloutBatch, watch: TokenWatch) -> Loss:
         own = _recomputed(own) if args.recompute_loss_function else own
         return Loss(own, needs_logits=True, masked=False)
     if args.loss_type == "dpo_loss":
-        return build_dpo_loss(batch, watch, beta=args.dpo_beta, label_smoothing=args.dpo_label_smoothing)
+        return build_dpo_loss(batch, watch, beta=args.dpo_beta)
     if args.loss_type == "rm_loss":
         return build_reward_model_loss(batch, watch)
     raise AssertionError(f"parsing refuses --loss-type {args.loss_type!r}")
@@ -93,7 +93,7 @@ def _recomputed(loss: LossFunction) -> LossFunction:
 
 
 def micro_batch_dict(batch: RolloutBatch, mb: MicroBatch) -> dict[str, Any]:
-    """What a custom loss receives: the packed stream, its boundaries, and its samples' part of every list."""
+    """Return the batch of a custom loss: the packed stream, its boundaries, and per-sample lists."""
     device = mb.input_ids.device
     num_samples = len(batch["tokens"])
     view: dict[str, Any] = {}

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.off_policy import (
-    Correction,
     TokenLayout,
     importance_ratios,
     importance_weights,
@@ -33,7 +32,7 @@ LossFunction = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Metrics]]
 
 @dataclass(frozen=True)
 class Corrected:
-    """Per token: the policy loss after weights and rejection, and what a plug-in leaves of the token."""
+    """Per token: the policy loss after weights and rejection, and the mask of a plug-in."""
 
     loss: Tensor  # [R]
     metrics: TokenMetrics
@@ -42,7 +41,7 @@ class Corrected:
 
 def policy_loss(args: Flags, watch: TokenWatch) -> LossFunction:
     """The loss function of --loss-type policy_loss; `watch` sees the per-token terms of each micro-batch."""
-    own = ("sapo_tau_pos", "sapo_tau_neg", "kl_cov_coef", "dppo_delta")
+    own = ("sapo_tau_pos", "sapo_tau_neg", "dppo_delta")
     options = PolicyOptions(
         eps_clip=args.eps_clip,
         eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
@@ -93,7 +92,7 @@ def loss_reducer(args: Flags, mb: MicroBatch, mask: Tensor | None = None) -> Red
 
     `mask` [R] leaves tokens out of that sum; what it is divided by counts all trained tokens, as without it.
     """
-    per_rollout, constant = mb.rollout_mask_sums, args.loss_denominator
+    per_rollout, constant = mb.rollout_mask_sums, args.rollout_max_response_len
     weights = reduction_weights(
         args.loss_reduction, mb.loss_mask, mb.segments, per_rollout, constant=constant
     )
@@ -137,7 +136,6 @@ def _inputs(out: TokenOutputs, mb: MicroBatch) -> PolicyInputs:
         mask=mb.loss_mask,
         segments=mb.segments,
         num_samples=mb.num_samples,
-        selected=mb.tokens.get("selected"),
     )
 
 
@@ -185,11 +183,12 @@ def _correct(args: Flags, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBat
             loss, mask = custom.loss, custom.mask
         metrics |= custom.metrics
     elif args.use_tis:
-        correction = tis_weights(args, proximal - behaviour, layout)
-        weights = correction.weights
-        if "tis_scale" in mb.tokens:
-            weights = weights * mb.tokens["tis_scale"]
-        loss, metrics = loss * weights, metrics | correction.metrics | {"tis_weight": weights}
+        bounds = {"low": args.tis_clip_low, "high": args.tis_clip}
+        correction = importance_weights(
+            proximal - behaviour, layout, level=args.tis_level, mode=args.tis_mode, **bounds
+        )
+        metrics |= correction.metrics | {"tis_weight": correction.weights}
+        loss = loss * correction.weights
     if args.use_rs and not args.custom_tis_function_path:  # which reads the switch itself
         level, low, high = args.rs_level, args.rs_lower, args.rs_upper
         correction = rejection(
@@ -200,11 +199,6 @@ def _correct(args: Flags, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBat
     if args.get_mismatch_metrics:
         metrics = mismatch_metrics(proximal, behaviour, layout) | metrics  # a plug-in's own numbers win
     return Corrected(loss, metrics, mask)
-
-
-def tis_weights(args: Flags, log_ratio: Tensor, layout: TokenLayout) -> Correction:
-    bounds = {"low": args.tis_clip_low, "high": args.tis_clip}
-    return importance_weights(log_ratio, layout, level=args.tis_level, mode=args.tis_mode, **bounds)
 
 
 def _custom_tis(

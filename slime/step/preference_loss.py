@@ -1,7 +1,7 @@
-"""The losses over pairs, as the backend runs them: DPO on a policy, Bradley-Terry on a scalar head.
+"""Losses over preference pairs: DPO on a policy, Bradley-Terry on a scalar head.
 
-The two answers of a pair share a rollout id, and the schedule keeps them in one micro-batch. Rewards say
-which is which: the preferred answer has the larger one.
+The two responses of a pair share a rollout id, and the schedule keeps them in one micro-batch. The preferred
+response has the larger reward.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from slime.utils.types import RolloutBatch
 PairFunction = Callable[[TokenOutputs, MicroBatch, Tensor, Tensor], tuple[Tensor, Metrics]]
 
 
-def build_dpo_loss(batch: RolloutBatch, watch: TokenWatch, *, beta: float, label_smoothing: float) -> Loss:
+def build_dpo_loss(batch: RolloutBatch, watch: TokenWatch, *, beta: float) -> Loss:
     """Needs `ref_log_probs` among the micro-batch's tokens."""
 
     def pair_loss(
@@ -29,7 +29,7 @@ def build_dpo_loss(batch: RolloutBatch, watch: TokenWatch, *, beta: float, label
         policy = segment_sum(out.log_probs * mb.loss_mask, mb.segments, mb.num_samples)
         reference = segment_sum(mb.tokens["ref_log_probs"] * mb.loss_mask, mb.segments, mb.num_samples)
         pairs = policy[chosen], policy[rejected], reference[chosen], reference[rejected]
-        loss, good, bad = compute_dpo_loss(*pairs, beta, label_smoothing)
+        loss, good, bad = compute_dpo_loss(*pairs, beta)
         metrics = _pair_metrics(loss, good, bad)
         return loss.sum(), metrics | {
             "chosen_log_probs": policy[chosen].sum(),
@@ -41,10 +41,7 @@ def build_dpo_loss(batch: RolloutBatch, watch: TokenWatch, *, beta: float, label
 
 def build_reward_model_loss(batch: RolloutBatch, watch: TokenWatch) -> Loss:
     """A pair may bring a margin: the smallest difference of scores that is enough, in its train metadata."""
-    metadata = batch.get("metadata")
-
-    def margin_of(position: int) -> float:
-        return float((metadata[position] or {}).get("margin") or 0.0) if metadata is not None else 0.0
+    metadata = batch.get("metadata") or [None] * len(batch["tokens"])
 
     def pair_loss(
         out: TokenOutputs, mb: MicroBatch, chosen: Tensor, rejected: Tensor
@@ -54,7 +51,8 @@ def build_reward_model_loss(batch: RolloutBatch, watch: TokenWatch) -> Loss:
         # The score of an answer is the head's output at its last token.
         last = torch.tensor(mb.response_lengths, device=out.values.device).cumsum(0) - 1
         scores = out.values[last]
-        margins = torch.tensor([margin_of(mb.positions[i]) for i in chosen.tolist()]).to(scores)
+        pairs = [metadata[mb.positions[i]] or {} for i in chosen.tolist()]
+        margins = torch.tensor([float(pair.get("margin") or 0.0) for pair in pairs]).to(scores)
         loss = compute_bradley_terry_loss(scores[chosen], scores[rejected], margins)
         return loss.sum(), _pair_metrics(loss, scores[chosen].detach(), scores[rejected].detach())
 

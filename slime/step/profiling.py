@@ -1,4 +1,4 @@
-"""What a trainer rank records of its own steps: torch's profile of some, and the history of its memory."""
+"""Profiles the steps of a trainer rank: torch's profiler for some of them, and the memory history."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OVERALL, ACTOR, LOG_PROBS = "train_overall", "train_actor", "train_log_probs"
 class StepProfiler:
     """Records the parts of --profile-target in the rollouts from --profile-step-start to before -end.
 
-    Rollouts count from the start of the process. A part inside one that is recorded is a range of it.
+    Rollouts count from the start of the process. A nested part becomes a range of the recorded part.
     """
 
     def __init__(self, args: Flags, rank: int):
@@ -40,8 +40,8 @@ class StepProfiler:
         with self.part(OVERALL):
             yield
         self._num_done += 1
-        if self._memory is not None and self._num_done == self._args.memory_snapshot_num_steps:
-            self._end_memory()
+        if self._num_done == self._args.memory_snapshot_num_steps:
+            self.close()
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -72,17 +72,14 @@ class StepProfiler:
         logger.info("--use-pytorch-profiler: %s", file)
 
     def close(self) -> None:
+        """End the history of memory, unless it has ended."""
         if self._memory is not None:
-            self._end_memory()
-
-    def _end_memory(self) -> None:
-        assert self._memory is not None, "it is ended once"
-        self._memory.finish(f"rollout{self._rollout_id}")
-        self._memory = None
+            self._memory.finish(f"rollout{self._rollout_id}")
+            self._memory = None
 
 
 class MemoryHistory:
-    """Every allocation since the process began: of torch on its GPU, or of the host's memory by memray."""
+    """Records every allocation of the process: torch's on its GPU, or the host's memory with memray."""
 
     def __init__(self, args: Flags, rank: int):
         folder = Path(args.memory_snapshot_dir or Path(args.run_dir) / "memory").expanduser()

@@ -1,7 +1,7 @@
-"""Samples that teach nothing: a group whose answers are all right, or all wrong, has advantages of 0.
+"""Skips the backward pass of samples without a learning signal.
 
-Its tokens count in every metric and denominator, and their gradient is exactly 0. So they go through a
-forward pass alone, in micro-batches of their own.
+A group whose responses are all right, or all wrong, has zero advantages. Its tokens count in every metric and
+denominator, and their gradient is exactly 0, so they get only a forward pass, in separate micro-batches.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def set_apart(
 
 
 def _can_tell(args: Flags, layout: Layout) -> bool:
-    """Whether the loss is a product with the advantages, and no other rank waits for a backward pass."""
+    """Return whether zero advantages imply zero loss, and no other rank waits for a backward pass."""
     alone = layout.dp_size == layout.cp_size == layout.tp_size == layout.pp_size == 1
     plain = args.loss_type == "policy_loss" and not (args.entropy_coef or args.use_kl_loss or args.use_opd)
     return (
@@ -65,7 +65,7 @@ def _can_tell(args: Flags, layout: Layout) -> bool:
 
 
 def _learning(batch: RolloutBatch) -> list[bool]:
-    """Whether a trained token of each sample has an advantage."""
+    """Return for each sample whether some trained token has a nonzero advantage."""
     counted = torch.cat(batch["advantages"]).mul(torch.cat(batch["loss_masks"])) != 0
     so_far = torch.cat((torch.zeros(1, dtype=torch.int64), counted.cumsum(0)))
     ends = torch.tensor(batch["response_lengths"]).cumsum(0)

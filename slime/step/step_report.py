@@ -1,4 +1,4 @@
-"""What a training step reports: `StepReport`, and the numbers in it."""
+"""Defines the report of a training step, `StepReport`, and computes its numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime.backends.base import StepStats, TrainBackend
+from slime.backends.base import StepStats
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.batch.split import RankStep
 from slime.utils.types import RolloutBatch, SampleKey, TokenKey, is_score
 
@@ -23,15 +24,15 @@ STEPS_NOT_APPLIED = ("nonfinite_steps", "empty_steps")
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What training on one batch gave, the same on all ranks.
+    """Results of training on one batch, the same on all ranks.
 
     Example: StepReport({"rollout/rewards": 0.25}, [{"train/loss": 0.2}, {"train/loss": 0.1}], []) of two
-    optimizer steps: the loss of its `summary` is their mean, 0.15, and there is nothing to tell.
+    optimizer steps: the loss of its `summary` is their mean, 0.15, and there are no hints.
     """
 
     metrics: dict[str, float]  # rollout/* and perf/*, of the batch as a whole
     steps: list[dict[str, float]]  # train/*, of each optimizer step in order
-    hints: list[str]  # sentences for whoever watches the run, that were not told before
+    hints: list[str]  # new hints for users, each logged once per run
 
     @property
     def summary(self) -> dict[str, float]:

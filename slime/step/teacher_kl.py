@@ -1,4 +1,4 @@
-"""On-policy distillation in a training step: what the teacher says about the samples, and the KL to it."""
+"""On-policy distillation in a training step: log-probs of the teacher, and the KL to it."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from slime.backends.base import (
     MicroBatch,
     OutputMatrix,
     TokenOutputs,
-    TrainBackend,
 )
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.step.policy import loss_reducer, mean_reducer
 from slime.utils.types import RolloutBatch
 
@@ -24,7 +24,7 @@ def wants_full_kl(args: Flags) -> bool:
 
 
 def require_teacher_log_probs(batch: RolloutBatch) -> None:
-    """Where the teacher is an engine, the rollout has asked it."""
+    """Raise if log-probs of the teacher are missing, which the rollout requests from a teacher engine."""
     if "teacher_log_probs" not in batch:
         raise ValueError(
             "--opd-type engine: the samples carry no teacher_log_probs; score them with --custom-rm-path "

@@ -1,4 +1,4 @@
-"""Per-token terms of a step while it trains: for the checks of a run, and for the report of a broken step."""
+"""Collects per-token terms of a training step, for checks and for the report of a non-finite step."""
 
 import math
 from pathlib import Path
@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.backends.base import MicroBatch, NonFiniteStepError, StepStats, TrainBackend
+from slime.backends.base import MicroBatch, NonFiniteStepError, StepStats
 from slime.backends.shared.microbatch import split_by_sample
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.utils.errors import RunStopped
 from slime.utils.types import RolloutBatch
 
@@ -80,7 +81,8 @@ def save_nonfinite(
     broken: dict[int, list[str]] = {}
     for position, terms in samples.items():
         mask = batch["loss_masks"][position]
-        names = [term for term, values in terms.items() if not _trained_finite(values, mask)]
+        sums = {term: values[mask != 0].double().sum().item() for term, values in terms.items()}
+        names = [term for term, total in sums.items() if not math.isfinite(total)]
         if names:
             broken[position] = names
     anywhere = int(backend.sum_over_ranks(torch.tensor([len(broken)], dtype=torch.float64)))
@@ -107,7 +109,3 @@ def save_nonfinite(
     shown = list(broken.items())[:8]
     named = ", ".join(f"{batch['sample_indices'][p]} ({', '.join(names)})" for p, names in shown)
     return f"Samples with such terms: {named}{' ...' if len(rows) > 8 else ''}; saved in {path}."
-
-
-def _trained_finite(values: Tensor, mask: Tensor) -> bool:
-    return math.isfinite(values[mask != 0].double().sum().item())

@@ -1,4 +1,4 @@
-"""The training step: `TrainingStep.run` is the order of everything that one batch goes through."""
+"""The training step: `TrainingStep.run` performs everything from one batch to the optimizer updates."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ from torch import Tensor
 from slime.algorithms.advantages import AdvantageInputs, compute_advantages, masked_moments, whiten
 from slime.algorithms.kl import compute_approx_kl
 from slime.arguments import Flags
-from slime.backends.base import Denominators, NonFiniteStepError, StepPlace, TrainBackend
+from slime.backends.base import Denominators, NonFiniteStepError, StepPlace
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.backends.shared.model_roles import (
     has_advantages,
@@ -21,6 +21,7 @@ from slime.backends.shared.model_roles import (
     needs_reference,
 )
 from slime.backends.shared.old_policy import OldPolicy
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.batch.split import RankData, RankStep
 from slime.catalog.policy_losses import REDUCTIONS
 from slime.observability.tracer import Tracer
@@ -29,7 +30,6 @@ from slime.step.agreement import Agreement, LogProbs
 from slime.step.assertions import check_step
 from slime.step.critic import train_critic
 from slime.step.losses import build_loss
-from slime.step.policy_tokens import PolicyTokens, policy_tokens
 from slime.step.profiling import ACTOR, LOG_PROBS, StepProfiler
 from slime.step.silent import set_apart
 from slime.step.step_report import (
@@ -57,9 +57,9 @@ LOSS_TOKENS: tuple[TokenKey, ...] = (
 
 
 class TrainingStep:
-    """Trains every model of a run on one batch: on this rank's share of it, together with all other ranks.
+    """Trains every model of a run on this rank's share of a batch, together with all other ranks.
 
-    Plug-ins get `args` as it is given here, and the batch as a dict that they may change.
+    Plug-ins get these `args`, and the batch as a dict that they may change.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TrainingStep:
     ) -> None:
         self.backend, self.args, self.rollout_id = backend, args, rollout_id
         self.batch: RolloutBatch = share.batch.copy()  # the keys that the step adds are its own
-        self.steps, self._scoring = share.steps, share.scoring
+        self.steps, self._micro_batches = share.steps, share.micro_batches
         self._profiler = profiler or StepProfiler(args, 0)
         self.agreement = agreement or Agreement()
         self.weight_version = weight_version
@@ -91,7 +91,10 @@ class TrainingStep:
         with self._timed("train"):
             with self._profiler.part(LOG_PROBS):
                 self._score_samples()
-            compared = self._compare_before_training()
+            compared = None  # the first optimizer step compares its own samples
+            if "log_probs" in self.batch and self._sampler == "actor":
+                # A pass saw all samples under the weights that training starts from.
+                compared = self._compare(dict(enumerate(self.batch["log_probs"])))
             self._add_advantages()
             self._postprocess()
             metrics = rollout_metrics(self.backend, self.batch, of_correct=self.args.log_correct_samples)
@@ -106,7 +109,7 @@ class TrainingStep:
             _save_batch(self.args.save_debug_train_data, self.rollout_id, self.batch)
         metrics |= {k: v for k, v in mean_over_steps(steps).items() if not k.startswith("train/")}
         metrics |= perf_metrics(self.backend, self.batch, self._seconds, self._flops)
-        return StepReport(metrics, steps, self.agreement.hints.take())
+        return StepReport(metrics, steps, self.agreement.hints.drain())
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -135,7 +138,7 @@ class TrainingStep:
         needs_old = needs_old_log_probs(args, len(self.steps))
         if not (needs_old or needs_reference(args) or needs_critic(args) or args.use_opd):
             return
-        mbs = build_micro_batches(batch, self._scoring, replay=args.use_rollout_routing_replay)
+        mbs = build_micro_batches(batch, self._micro_batches, replay=args.use_rollout_routing_replay)
         if needs_critic(args):
             with self._timed("values"):
                 batch["values"] = backend.values(mbs)
@@ -153,15 +156,6 @@ class TrainingStep:
                 batch["log_probs"] = result.log_probs
                 if result.entropy is not None:
                     batch["entropy"] = result.entropy
-
-    def _compare_before_training(self) -> dict[str, float] | None:
-        """Engine against trainer, where a pass saw all samples under the weights that training starts from.
-
-        None: it did not; the first optimizer step compares its own samples.
-        """
-        if "log_probs" in self.batch and self._sampler == "actor":
-            return self._compare(dict(enumerate(self.batch["log_probs"])))
-        return None
 
     def _compare(self, log_probs: LogProbs | None) -> dict[str, float]:
         return self.agreement.check(self.backend, self.args, self.batch, log_probs, self.weight_version)
@@ -231,7 +225,7 @@ class TrainingStep:
         elif index == 0 and args.loss_type in SAMPLED_LOSSES and "train/nonfinite_steps" not in metrics:
             metrics |= self._compare(watch.log_probs() if args.loss_type == "policy_loss" else None)
         if "train/empty_steps" in metrics:
-            self._tell_of_empty_step(index, step)
+            self._report_empty_step(index, step)
         return metrics
 
     def _train_critic(self, index: int, step: RankStep) -> dict[str, float]:
@@ -246,10 +240,7 @@ class TrainingStep:
     def _train_actor(self, index: int, step: RankStep, watch: TokenWatch) -> dict[str, float]:
         """One optimizer step with the checks around it; one that is not finite is not applied."""
         args, batch, backend = self.args, self.batch, self.backend
-        added = None
-        if args.loss_type == "policy_loss":
-            added = policy_tokens(args, backend, self.rollout_id, batch, step)
-        tokens = _token_lists(batch, added)
+        tokens = _token_lists(args, batch)
         replay = args.use_rollout_routing_replay
         micro_batches, learns = set_apart(args, backend.layout, batch, step.micro_batches)
         mbs = build_micro_batches(batch, micro_batches, tokens, replay=replay)
@@ -276,17 +267,17 @@ class TrainingStep:
     def _report_nonfinite(
         self, name: str, step: RankStep, watch: TokenWatch, error: NonFiniteStepError
     ) -> None:
-        """Save the samples of a step that was not applied; raises unless --nonfinite-action says to go on."""
+        """Save the samples of a step that was not applied; raise if --nonfinite-action is `stop`."""
         folder = Path(self.args.run_dir) / "nonfinite"
         report = save_nonfinite(self.backend, folder, name, self.batch, step.positions, watch, error)
         if self.args.nonfinite_action == "stop":
             raise NonFiniteStepError(f"{error} {report}") from error
         logger.warning("%s %s", error, report)
 
-    def _tell_of_empty_step(self, index: int, step: RankStep) -> None:
+    def _report_empty_step(self, index: int, step: RankStep) -> None:
         cause = "every one was rejected" if step.num_tokens else "every loss mask is 0"
         cause = f"no token trains, {cause}"
-        self.agreement.hints.tell(
+        self.agreement.hints.log_once(
             f"empty step: {cause}",
             f"rollout {self.rollout_id}: optimizer step {index} is not applied, {cause}. Weights, optimizer "
             "and learning-rate schedule stay as they are; train/empty_steps counts such steps.",
@@ -304,7 +295,7 @@ def _require_rollout_log_probs(args: Flags, batch: RolloutBatch) -> None:
 
 
 def _call_custom_advantages(args: Flags, batch: RolloutBatch, path: str) -> None:
-    """What the user's function sets has one value per response token of each sample."""
+    """Call the user's advantage function; check for one value per response token of each sample."""
     with plugin_call("--custom-advantage-function-path", path):
         load_function(path)(args, batch)
     if "advantages" not in batch:
@@ -327,10 +318,10 @@ def _save_batch(template: str, rollout_id: int, batch: RolloutBatch) -> None:
     torch.save({"rollout_id": rollout_id, "rank": rank, "rollout_data": dict(batch)}, file)
 
 
-def _token_lists(batch: RolloutBatch, added: PolicyTokens | None) -> dict[str, list[Tensor]]:
-    """What the micro-batches carry per response token, by name."""
+def _token_lists(args: Flags, batch: RolloutBatch) -> dict[str, list[Tensor]]:
+    """Return the per-response-token tensors of the micro-batches, by name."""
     lists: dict[str, list[Tensor] | None] = {key: batch.get(key) for key in LOSS_TOKENS}
-    if added is not None:
-        lists |= {"old_log_probs": added.old_log_probs, "selected": added.selected}
-        lists["tis_scale"] = added.tis_scale
+    if args.loss_type == "policy_loss":
+        # Ratios are taken against these; without any, every ratio is 1.
+        lists["old_log_probs"] = lists["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"]
     return {key: values for key, values in lists.items() if values is not None}

@@ -78,7 +78,7 @@ async def all_or_none(coroutines: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def in_thread(start: Callable[[Callable[[], None]], object], call: Callable[[], Any]) -> Any:
-    """What `call` returns or raises, from a thread that `start` gives its work to.
+    """Run `call` in the thread that `start` provides, and return or raise its outcome.
 
     The thread may hang, or come back when nobody waits any more; asyncio's own pool would hold up the exit.
     """

@@ -1,11 +1,11 @@
 """Encodes plain values as bytes and decodes them with the same types, without ever running code.
 
 Every process of a run uses this format: the record on the disk, the batches on their way to the trainer ranks
-and the state of the data source in a checkpoint. It is msgpack with a few types added: tuples, sets, complex
-and large integers, numpy arrays and scalars, and torch tensors.
+and the state of the data source in a checkpoint. It is msgpack with a few types added: tuples, sets, large
+integers, numpy arrays and scalars, and torch tensors.
 
     None, bool, int, float, str, bytes, list, dict   as msgpack has them; text may hold lone surrogates
-    tuple, set, complex, numpy scalar   a map with one entry, whose key says which of them it is
+    tuple, set, numpy scalar            a map with one entry, whose key says which of them it is
     numpy array, torch tensor           one buffer: type and shape as text, then the raw values
     TensorRows                          one tensor and the length of each row; comes back as a list
 
@@ -15,17 +15,16 @@ Not covered: values that contain themselves, or are nested more than about 500 l
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 _BIG_INT, _ARRAY, _TENSOR = 1, 2, 3  # msgpack's extension types that hold bytes
-_TUPLE, _SET, _COMPLEX, _SCALAR, _ROWS = 11, 12, 13, 14, 15  # without bytes: the keys of those maps
+_TUPLE, _SET, _SCALAR, _ROWS = 11, 12, 14, 15  # without bytes: the keys of those maps
 _MAX_BUFFER = (1 << 32) - 1024  # msgpack counts the bytes of a buffer in 32 bits
 
 
@@ -53,31 +52,20 @@ def with_rows(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Marker:
-    """The decoded key of a map that stands for a tuple, a set, a complex number, ..."""
+    """The decoded key of a map that stands for a tuple, a set, a numpy scalar, ..."""
 
     def __init__(self, code: int):
         self.code = code
 
 
-@functools.cache
-def _msgpack() -> Any:
-    try:
-        return importlib.import_module("msgpack")
-    except ImportError as error:
-        raise RuntimeError(
-            "slime stores samples and batches with msgpack, which is not installed: pip install msgpack"
-        ) from error
-
-
-@functools.cache
 def _key(code: int) -> Any:
-    return _msgpack().ExtType(code, b"")
+    return msgpack.ExtType(code, b"")
 
 
 def encode(value: Any) -> bytes:
     """Return the bytes of a plain value. ForeignValue: it contains something else, or is too deep."""
     try:
-        packed: bytes = _msgpack().packb(
+        packed: bytes = msgpack.packb(
             value, default=_added_type, strict_types=True, unicode_errors="surrogatepass"
         )
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -91,7 +79,6 @@ def encode(value: Any) -> bytes:
 
 def decode(data: bytes | memoryview) -> Any:
     """Return the value that `encode` wrote. CodecError: these bytes are damaged, incomplete or foreign."""
-    msgpack = _msgpack()
     try:
         return msgpack.unpackb(
             data,
@@ -114,13 +101,9 @@ def _added_type(value: Any) -> Any:
     if kind is tuple:
         return {_key(_TUPLE): list(value)}
     if kind is int:
-        return _msgpack().ExtType(
-            _BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-        )
+        return msgpack.ExtType(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
     if kind is set:
         return {_key(_SET): sorted(value, key=encode)}
-    if kind is complex:
-        return {_key(_COMPLEX): [value.real, value.imag]}
     if kind is np.ndarray:
         return _encode_array(value)
     if kind is TensorRows:
@@ -145,7 +128,7 @@ def _encode_tensor(tensor: Any) -> Any:
         array = flat.numpy()
     except TypeError:  # numpy has no bfloat16 and no 8-bit floats
         array = flat.reshape(-1).view(sys.modules["torch"].uint8).numpy()
-    return _buffer(_TENSOR, header, array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+    return _buffer(_TENSOR, header, array.tobytes())
 
 
 def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -155,7 +138,7 @@ def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
 def _buffer(code: int, header: bytes, values: bytes) -> Any:
     if len(values) > _MAX_BUFFER:
         raise TypeError("an array or tensor of more than 4 GiB")
-    return _msgpack().ExtType(code, header + values)
+    return msgpack.ExtType(code, header + values)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -191,7 +174,7 @@ def _find_foreign(value: Any, place: str = "") -> str | None:
 
 
 def _decode_extension(code: int, data: bytes) -> Any:
-    if code in (_TUPLE, _SET, _COMPLEX, _SCALAR, _ROWS) and not data:
+    if code in (_TUPLE, _SET, _SCALAR, _ROWS) and not data:
         return _Marker(code)
     if code == _BIG_INT:
         return int.from_bytes(data, "little", signed=True)
@@ -216,8 +199,6 @@ def _decode_tensor(dtype: str, shape: tuple[int, ...], values: memoryview) -> An
     if not isinstance(kind, torch.dtype) or len(values) != math.prod(shape) * kind.itemsize:
         raise ValueError(f"no tensor of {dtype} and {shape}")
     own = bytearray(values)
-    if sys.byteorder == "big":
-        own = bytearray(np.frombuffer(own, f"u{kind.itemsize}").byteswap().tobytes())
     return torch.frombuffer(own, dtype=kind).reshape(shape) if own else torch.empty(shape, dtype=kind)
 
 
@@ -231,5 +212,5 @@ def _decode_map(pairs: list[tuple[Any, Any]]) -> Any:
         if marker.code == _ROWS:
             lengths, joined = value
             return list(joined.split(lengths))
-        return complex(*value) if marker.code == _COMPLEX else value[()]
+        return value[()]
     return dict(pairs)

@@ -1,5 +1,4 @@
-"""Calls rewards in TRL's signature: a plain function of lists, `reward(prompts, completions, **columns) ->
-list`.
+"""Calls rewards in TRL's signature, functions of lists: `reward(prompts, completions, **columns) -> list`.
 
 Such a function is recognised by its parameters: one is called `completions`, and the first is not `args`.
 """
@@ -40,29 +39,18 @@ def needs_whole_group(group_rm: bool, path: str | None) -> bool:
 
 def takes_columns(function: Callable[..., Any]) -> bool:
     """Return whether a reward function has TRL's signature."""
-    try:
-        return _names_completions(function)
-    except TypeError:  # an object without a hash
-        return _names_completions.__wrapped__(function)
-
-
-@functools.lru_cache(maxsize=128)  # reading a signature costs a tenth of a small rollout
-def _names_completions(function: Callable[..., Any]) -> bool:
     names = list(_parameters(function))
     return "completions" in names and names[0] != "args"
 
 
 def columns_asked(function: Callable[..., Any]) -> ColumnsAsked:
-    """Return the columns that a function needs. ValueError: slime cannot give it all that it needs."""
+    """Return the columns that a function needs. ValueError: it needs an object of TRL's trainer."""
     required: list[str] = []
     optional: list[str] = []
     everything = False
     for name, parameter in _parameters(function).items():
         if parameter.kind is parameter.VAR_KEYWORD:
             everything = True
-        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-            if parameter.kind is parameter.POSITIONAL_ONLY:
-                raise ValueError(f"parameter {name!r} has no name to pass columns by; drop the `/`")
         elif name in _TRAINERS and parameter.default is parameter.empty:
             raise ValueError(f"it asks for {name!r}, an object of TRL's trainer; give it a default")
         elif name not in (*_GIVEN, *_TRAINERS):
@@ -73,9 +61,9 @@ def columns_asked(function: Callable[..., Any]) -> ColumnsAsked:
 def reward_columns(
     function: Callable[..., Any], samples: Sequence[Sample], answers: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """The arguments of one call for these samples, whose answers are text without their ending.
+    """Return the arguments of one call for these samples; `answers`: their responses without special endings.
 
-    Where prompts are messages, an answer is a conversation of one message, as TRL has it.
+    If prompts are messages, a completion is a conversation of one message, as in TRL.
     """
     asked = columns_asked(function)
     prompts = [sample.metadata.get(PROMPT, sample.prompt) for sample in samples]
@@ -102,6 +90,7 @@ def scores_of(values: Any) -> Any:
     return [failed if value is None else value for value in values]
 
 
+@functools.lru_cache(maxsize=128)  # reading a signature costs a tenth of a small rollout
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
         return dict(inspect.signature(function).parameters)

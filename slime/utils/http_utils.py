@@ -1,4 +1,4 @@
-"""HTTP for rollout code: one session per event loop, one way to retry, and errors that name the cause.
+"""HTTP client for rollout code: one session per event loop, uniform retries, and errors with their cause.
 
 A 4xx is the caller's mistake and is raised at once. A 5xx and a refused or broken connection are retried with
 back-off, because a dead engine is being restarted meanwhile; a 500 comes from a server that is alive, so it
@@ -23,6 +23,11 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 import aiohttp
+
+try:
+    import orjson
+except ImportError:  # optional: it only makes reading faster
+    orjson = None  # type: ignore[assignment]
 
 from slime.utils.machine.open_files import most_requests, raise_limit
 
@@ -236,7 +241,7 @@ def _warn_of_retry(error: HttpError) -> None:
     global _warned_at
     if (now := time.monotonic()) - _warned_at >= _WARN_EVERY_S:
         _warned_at = now
-        logger.warning("%s; the request is sent again", str(error)[:500])
+        logger.warning("%s; the request is retried", str(error)[:500])
 
 
 async def _request_once(
@@ -249,9 +254,19 @@ async def _request_once(
         if response.status >= 400:
             raise HttpError(response.status, body.decode(errors="replace"), url)
     try:
-        return _with_engine(json.loads(body), response) if body else None
+        return _with_engine(read_json(body), response) if body else None
     except ValueError:
         return body.decode(errors="replace")
+
+
+def read_json(body: bytes) -> Any:
+    """Decode JSON by orjson if it is installed: responses are long lists of numbers."""
+    if orjson is None:
+        return json.loads(body)
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return json.loads(body)  # accepts NaN, which an engine with broken weights sends
 
 
 def _with_engine(answer: Any, response: aiohttp.ClientResponse) -> Any:
@@ -287,7 +302,7 @@ async def stream(
         async with response, contextlib.aclosing(_events(response, deadline)) as arrived:
             async for texts, ended in arrived:
                 for text in texts[-1:] if newest else texts:
-                    event = _with_engine(json.loads(text), response)
+                    event = _with_engine(read_json(text), response)
                     if observer is not None:
                         observer.answered(url, event)
                     yield event

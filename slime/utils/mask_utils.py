@@ -1,7 +1,7 @@
 """Loss masks for supervised conversations: 1 on the tokens the assistant wrote, 0 on everything else.
 
-Where a message begins and ends is found by rendering conversations and comparing, not by
-known token ids, so a template of the same family with other special tokens works too.
+Message boundaries are found by rendering conversations and comparing them, not by known token ids, so a
+template of the same family with other special tokens works too.
 """
 
 import itertools
@@ -25,6 +25,7 @@ class MultiTurnLossMaskGenerator:
     qwen: turns are rendered alike wherever they stand. qwen3: the template drops the thinking of
     earlier turns, so each turn is rendered as if it were the newest. qwen3_5: the whole conversation
     as the template writes it, earlier thinking dropped. distill_qwen: one question, one answer.
+    text: no template; contents follow each other, the end-of-sequence token comes last.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
@@ -35,6 +36,7 @@ class MultiTurnLossMaskGenerator:
             "qwen3": self.gen_multi_turn_loss_mask_qwen3,
             "qwen3_5": self.gen_multi_turn_loss_mask_qwen3_5,
             "distill_qwen": self.gen_multi_turn_loss_mask_distill_qwen,
+            "text": self.gen_text_loss_mask,
         }
         if tokenizer_type not in families:
             raise ValueError(f"--loss-mask-type is {tokenizer_type!r}; known are {', '.join(families)}.")
@@ -45,7 +47,8 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
         """Return the token ids of a conversation, and its loss mask."""
         _check_messages(messages)
-        if any(message["role"] not in _COMMON_ROLES for message in messages):
+        templated = self.tokenizer_type != "text"
+        if templated and any(message["role"] not in _COMMON_ROLES for message in messages):
             dropped = find_dropped_message(messages, self._render(messages, tools))
             if dropped is not None:
                 role = messages[dropped]["role"]
@@ -55,18 +58,6 @@ class MultiTurnLossMaskGenerator:
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
         """Return for each mask the number of tokens from the first trained one to the end; 0 if none is."""
         return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
-
-    def get_loss_mask_with_multimodal_alignment(
-        self, messages: Messages, input_ids: list[int], tools: Tools = None
-    ) -> IdsAndMask:
-        """Return the mask of a text, padded in front for `input_ids` in which media took more tokens."""
-        text_only = [{**m, "content": _text_of(m.get("content"))} for m in messages]
-        _, mask = self.get_loss_mask(text_only, tools)
-        if len(mask) > len(input_ids):
-            raise ValueError(
-                f"the text of the conversation has {len(mask)} tokens, input_ids only {len(input_ids)}."
-            )
-        return list(input_ids), [0] * (len(input_ids) - len(mask)) + mask
 
     def get_text_from_loss_mask(self, token_ids: list[int], loss_mask: list[int]) -> list[str]:
         """Return the trained stretches as text, for inspection."""
@@ -134,6 +125,22 @@ class MultiTurnLossMaskGenerator:
             return ids, [0] * len(ids)
         answer = self._encode(_text_of(last["content"]))
         return prompt + answer, [0] * len(prompt) + [int(_is_trained(last))] * len(answer)
+
+    def gen_text_loss_mask(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
+        """Join the contents without a template; the assistant's are trained, except for a first token."""
+        special: list[int] = self.tokenizer("")["input_ids"]
+        ids = [token for token in special if token == self.tokenizer.bos_token_id]
+        mask = [0] * len(ids)
+        for message in messages:
+            tokens = self._encode(_text_of(message["content"]))
+            ids += tokens
+            trained = message["role"] == "assistant" and _is_trained(message)
+            mask += [int(trained)] * len(tokens)
+        if messages[-1]["role"] == "assistant" and self.tokenizer.eos_token_id is not None:
+            ids.append(self.tokenizer.eos_token_id)
+            mask.append(int(_is_trained(messages[-1])))
+        mask[:1] = [0]  # nothing predicts the first token
+        return ids, mask
 
     # -- parts -----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from slime.utils.errors import EngineAnswerError, RunStopped
-from slime.utils.machine import descriptors
 from slime.utils.misc import load_function
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -48,7 +47,7 @@ class PluginError(RunStopped):
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether it comes from the world outside: time-outs, connections, HTTP, the operating system.
+    """Return whether an error is external: timeouts, connections, HTTP, the operating system.
 
     Exceptions of a library or of the user's own making count as such unless they are a kind of
     TypeError, ValueError and the like; a plain Exception or RuntimeError only if one of these caused it.
@@ -86,8 +85,6 @@ def plugin_call(
         if isinstance(error, Exception) and passes:
             raise
         raise PluginError(mistake(option, path, error, subject())) from error
-    finally:
-        descriptors.check(option, path)
 
 
 def mistake(option: str, path: str, error: BaseException, subject: str = "") -> str:

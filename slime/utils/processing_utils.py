@@ -66,7 +66,9 @@ def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Any
                 "torchvision, or use a model without pictures."
             ) from error
     except (OSError, ValueError) as error:
-        logger.warning("%s has no processor, media cannot be used with it: %s", name_or_path, error)
+        logger.warning(
+            "Model %s has no processor, so prompts with media cannot be used: %s", name_or_path, error
+        )
         return None
     # For a text model transformers answers with its tokenizer.
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """Why a sample has no score. `invalid`: it cannot be judged; `infra_error`: the judge failed."""
+    """Reason why a sample has no score. `invalid`: it cannot be judged; `infra_error`: the judge failed."""
 
     kind: Literal["invalid", "infra_error"]
     reason: str

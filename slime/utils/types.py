@@ -1,4 +1,4 @@
-"""Defines the nouns of slime: one trajectory (`Sample`) and what training receives (`RolloutBatch`)."""
+"""Defines slime's basic types: a trajectory (`Sample`) and the batch for training (`RolloutBatch`)."""
 
 from __future__ import annotations
 
@@ -60,14 +60,6 @@ class SpecInfo(_Counters):
     spec_verify_ct: int = 0
     completion_token_num: int = 0
 
-    @property
-    def spec_accept_rate(self) -> float:
-        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
-
-    @property
-    def spec_accept_length(self) -> float:
-        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
-
     def add(self, meta_info: Mapping[str, Any]) -> None:
         """Add counters of a response: names of SGLang 0.5.16 and later, then earlier ones."""
         accepted = meta_info.get("spec_num_correct_drafts", meta_info.get("spec_accept_token_num"))
@@ -84,10 +76,6 @@ class PrefixCacheInfo(_Counters):
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
-
-    @property
-    def prefix_cache_hit_rate(self) -> float:
-        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
         self.cached_tokens += meta_info.get("cached_tokens", 0)
@@ -113,7 +101,7 @@ _STATUS_OF_FINISH = {
 
 @dataclass
 class Sample:
-    """One trajectory. Token ids are the truth: text is never tokenised again after generation.
+    """One trajectory. Training uses the sampled token ids: text is never tokenised again after generation.
 
     Example: prompt ids [5, 6], response ids [7, 8, 2] of which 8 came from a tool: tokens=[5, 6, 7, 8, 2],
     response_length=3, loss_mask=[1, 0, 1], rollout_log_probs=[-.1, 0.0, -.2], version_spans=[("run:3", 0, 1),
@@ -315,11 +303,11 @@ class Sample:
 
 
 class RolloutBatch(TypedDict, total=False):
-    """What training receives: N samples as per-sample lists.
+    """The batch for training: N samples as per-sample lists.
 
     L_i is the length of sample i, R_i that of its response. Keys without `Required` are there for all samples
-    or for none. Plug-ins read and change the batch as a dict; keys of their own travel with it. Behind each
-    key stands its entry for one sample: prompt [5, 6], response [7, 8, 2], of which 8 came from a tool.
+    or for none. Plug-ins read and change the batch as a dict; keys of their own travel with it. The comment
+    after each key is an example entry: prompt [5, 6], response [7, 8, 2], of which 8 came from a tool.
     """
 
     # -- from the rollout
@@ -387,27 +375,3 @@ def is_score(value: Any) -> bool:
         return isinstance(value, (bool, int, float, np.number)) and math.isfinite(value)
     except OverflowError:
         return False
-
-
-@dataclass(frozen=True)
-class MultimodalType:
-    """A kind of media and the placeholder that stands for one item of it in a prompt."""
-
-    name: str
-    placeholder: str
-
-
-class MultimodalTypes:
-    """The media kinds that prompts may contain."""
-
-    IMAGE = MultimodalType("image", "<image>")
-    VIDEO = MultimodalType("video", "<video>")
-    AUDIO = MultimodalType("audio", "<audio>")
-
-    @classmethod
-    def all(cls) -> list[MultimodalType]:
-        return [cls.IMAGE, cls.VIDEO, cls.AUDIO]
-
-    @classmethod
-    def get(cls, name: str) -> MultimodalType | None:
-        return next((kind for kind in cls.all() if kind.name == name), None)

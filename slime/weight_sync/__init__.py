@@ -1,1 +1,1 @@
-"""Ways to bring named weights from the trainer to the engines, one transport per file."""
+"""Transports that send named weights from the trainer to the engines, one per file."""

@@ -1,10 +1,10 @@
-"""What a weight transport is: a sender at the trainer, a delivery to an engine, and what lies between.
+"""Interfaces of a weight transport: a sender at the trainer, a delivery to an engine, and bundles.
 
 A `WeightBundle` is a version of the weights that any engine can still fetch: it stays valid until the bundle
 after the next one is made, so that an engine that restarts late catches up without asking the trainer.
 
-A live transport sends to engines that wait for it, and leaves nothing to fetch. A bundle on disk is then made
-after the engines have gone on, for engines that start late.
+A live transport sends to paused engines, and leaves nothing to fetch. After the engines have resumed, a
+bundle is written to disk for engines that start late.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class WeightBundle:
-    """One version of the weights, ready to be taken.
+    """One version of the weights, ready to be loaded by engines.
 
     Example: version "3f2a:7" over the "tensor" transport: `payload` is the manifest of three shared segments.
     Over "disk" it is the folder of a checkpoint, over "delta" where changes are published. `checksum` None:
@@ -43,11 +43,11 @@ class WeightBundle:
 
 
 def nothing_after_writing(folder: Path) -> None:
-    """What is written is read as it lies there."""
+    """Do nothing: the written folder needs no post-processing."""
 
 
 class Sender(Protocol):
-    """Trainer side; lives as long as the run. Buckets come in order, then `finish` makes the bundle."""
+    """Trainer side of a transport; lives as long as the run. It gets buckets in order, then `finish`."""
 
     def send(self, bucket: NamedTensors) -> None: ...
 
@@ -58,7 +58,7 @@ class Sender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An engine that waits for a live push. `life` changes at a restart: a new process is in no group."""
+    """An engine that is paused for a live push. `life` changes at a restart: a new process is in no group."""
 
     url: str
     life: int
@@ -68,7 +68,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LiveReport:
-    """What came of a live push, over all stages. `failures`: engine address -> why it has no new weights."""
+    """Outcome of a live push, over all stages. `failures`: engine address -> why it has no new weights."""
 
     num_tensors: int
     nbytes: int
@@ -89,9 +89,9 @@ class LiveSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeltaOptions:
-    """What only deltas need. `agents`: engine address -> the agent beside it; other engines share `local`."""
+    """Options of delta transports. `agents`: engine address -> its agent; other engines share `local`."""
 
-    local: Path  # the copy beside the engines of this machine
+    local: Path  # the local copy for the engines of this machine
     remove_local: bool = False  # it is ours, and goes with the run
     encoding: str = "xor"
     checksum: str = "xxh3-128"
@@ -100,7 +100,7 @@ class DeltaOptions:
 
 @dataclass(frozen=True, slots=True)
 class SenderOptions:
-    """What a sender may need to know about the run."""
+    """Facts about the run that a sender may need."""
 
     shm_prefix: str
     folder: Path  # where checkpoints for the engines are written
@@ -121,7 +121,7 @@ class SenderOptions:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where trainer and engines stand to each other."""
+    """Relative placement of trainer and engines."""
 
     cuda: bool = False
     colocated: bool = False
@@ -135,10 +135,10 @@ async def nothing_to_prepare(bundle: WeightBundle, control: EngineControl) -> No
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The code of a transport that leaves bundles; what it can and needs is in its row of the catalog.
+    """The code of a transport that publishes bundles; its capabilities are in its row of the catalog.
 
-    `prepare`: what can be done while the engine still generates, before `deliver`. `compare`: the names of
-    tensors that an engine holds otherwise than they were sent.
+    `prepare`: work that can be done while the engine still generates, before `deliver`. `compare`: returns
+    the names of tensors that differ between an engine and the push.
     """
 
     make_sender: Callable[[SenderOptions], Sender]

@@ -1,9 +1,9 @@
-"""Weights by handles to GPU memory, for SGLang engines on the trainer's devices: none crosses the host.
+"""Sends weights as handles to GPU memory, for SGLang engines on the trainer's devices; no copy to the host.
 
 A bucket is gathered into one flat buffer on the device; the engine maps it, copies its weights out and
-answers. Two buffers take turns, so that the next bucket is gathered meanwhile. An engine of several GPUs gets
-one request with a handle for each of its ranks, made by the trainer rank on the same GPU: the first of these
-sends it, and tells the others of the answer before they write to that buffer again.
+responds. Two buffers alternate, so that the next bucket is gathered meanwhile. An engine with several GPUs
+gets one request with a handle for each of its ranks, made by the trainer rank on the same GPU: the first of
+these ranks sends the request, and forwards the reply before the others write to that buffer again.
 """
 
 from __future__ import annotations

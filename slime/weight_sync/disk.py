@@ -1,4 +1,4 @@
-"""Weights through a checkpoint folder that the engines can read; written aside and renamed when complete."""
+"""Sends weights through a checkpoint folder that engines read; it is renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 class DiskSender:
-    """One safetensors file per bucket, and an index that names them."""
+    """Writes one safetensors file per bucket, and an index that names them."""
 
     transport = "disk"
 
     def __init__(self, options: SenderOptions):
         self._folder, self._options = options.folder, options
-        self._written: list[Path] = []
+        self._version = ""  # sent last
         self._index: dict[str, str] = {}
         self._nbytes = 0
 
@@ -56,27 +56,25 @@ class DiskSender:
             write_index(self._staging, self._index, self._nbytes, version=version)
             copy_config(self._options, self._staging)
         target = self._target(version)
-        self._written = self._written or self._left_by_another(version)
         shutil.rmtree(target, ignore_errors=True)
         self._staging.rename(target)
         bundle = WeightBundle(
             version, self.transport, len(self._index), self._nbytes, None, target, written=target
         )
         self._index, self._nbytes = {}, 0
-        self._written.append(target)
-        if not self._options.keep_files:
-            for old in self._written[:-_KEEP]:
-                shutil.rmtree(old, ignore_errors=True)
-            del self._written[:-_KEEP]
+        self._version = version
+        for old in self._written[:-_KEEP]:
+            shutil.rmtree(old, ignore_errors=True)
         return bundle
 
-    def _left_by_another(self, version: str) -> list[Path]:
-        """Earlier versions of this run, in order, of a sender whose process has ended."""
-        run, _, number = version.rpartition(":")
-        found = {}
-        for path in self._folder.glob(f"{self._target(f'{run}:').name}*"):
+    @property
+    def _written(self) -> list[Path]:
+        """Return the versions of this run that may be removed, oldest first, whichever process wrote them."""
+        run, _, number = self._version.rpartition(":")
+        found: dict[int, Path] = {}
+        for path in () if self._options.keep_files else self._folder.glob(f"{self._target(f'{run}:').name}*"):
             earlier = path.name.rpartition("-")[2]
-            if earlier.isdecimal() and number.isdecimal() and int(earlier) < int(number):
+            if earlier.isdecimal() and int(earlier) <= int(number):
                 found[int(earlier)] = path
         return [found[n] for n in sorted(found)]
 
@@ -85,9 +83,8 @@ class DiskSender:
 
     def close(self) -> None:
         shutil.rmtree(self._staging, ignore_errors=True)
-        for folder in () if self._options.keep_files else self._written:
+        for folder in self._written:
             shutil.rmtree(folder, ignore_errors=True)
-        self._written = []
 
 
 @contextlib.contextmanager
@@ -106,7 +103,7 @@ def room_for(what: str, folder: Path, flag: str) -> Iterator[None]:
 
 
 def copy_config(options: SenderOptions, folder: Path) -> None:
-    """What makes a folder of weights a checkpoint: config and tokenizer."""
+    """Copy config and tokenizer into a folder of weights, which makes it a complete checkpoint."""
     source = Path(options.hf_checkpoint)
     if not source.is_dir():
         return  # a hub name: the engine has its config already
@@ -120,25 +117,21 @@ def copy_config(options: SenderOptions, folder: Path) -> None:
 
 
 class CopyRequest:
-    """How an engine asks the trainer, by files beside it, for a copy that is only written when needed.
+    """Protocol of marker files by which an engine requests a copy of the weights from the trainer.
 
-    `.wanted` asks. The folder answers; or the file gets another name, which takes no room on a disk that has
-    none: `.no-room` ends the run, `.failed` is a failure that another attempt may not meet. The cause stands
-    in it, if it fits.
+    `.wanted` is the request. The trainer writes the folder, or renames the marker to `.refused`, which needs
+    no space on a full disk. The marker contains the cause, if it fits: a lack of space ends the run.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._wanted, self._failed, self._no_room = (
-            folder.with_name(folder.name + ending) for ending in (".wanted", ".failed", ".no-room")
-        )
+        self._wanted, self._refused = (folder.with_name(folder.name + end) for end in (".wanted", ".refused"))
 
     def ask(self) -> None:
         if self.folder.is_dir():
             return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        for mark in (self._failed, self._no_room):  # of an earlier attempt: this one may have more luck
-            mark.unlink(missing_ok=True)
+        self._refused.unlink(missing_ok=True)  # an earlier attempt: this one may have more luck
         self._wanted.touch()
 
     def is_asked(self) -> bool:
@@ -149,20 +142,17 @@ class CopyRequest:
         stops = isinstance(error, RunStopped)
         with contextlib.suppress(OSError):  # before the new name, which whoever waits acts on
             self._wanted.write_text(str(error) if stops else f"{type(error).__name__}: {error}")
-        self._wanted.rename(self._no_room if stops else self._failed)
+        self._wanted.rename(self._refused)
 
     def raise_refusal(self) -> None:
         """Raises a refusal on the asking side."""
-        for mark, kind in ((self._no_room, RunStopped), (self._failed, RuntimeError)):
-            if mark.exists():
-                with contextlib.suppress(OSError):
-                    cause = mark.read_text()
-                    raise kind(
-                        f"the copy of the weights in {self.folder} could not be written: {cause or _NO_CAUSE}"
-                    )
+        if self._refused.exists():
+            cause = self._refused.read_text()
+            kind = RunStopped if not cause or cause.startswith("no room") else RuntimeError
+            raise kind(f"the copy of the weights in {self.folder} could not be written: {cause or _NO_CAUSE}")
 
     def clear(self) -> None:
-        for mark in (self._wanted, self._failed, self._no_room):
+        for mark in (self._wanted, self._refused):
             mark.unlink(missing_ok=True)
 
 

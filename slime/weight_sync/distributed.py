@@ -1,7 +1,7 @@
-"""Weights by broadcast in a process group of one trainer rank and all engine ranks: NCCL, or gloo on CPU.
+"""Broadcasts weights in a process group of one trainer rank and all engine ranks: NCCL, or gloo on CPU.
 
-Each pipeline stage has a sender with a group of its own, named after the stage; a trainer without a pipeline
-is one stage. Stages send in turns, for the reason that `stage_turns` gives.
+Each pipeline stage has a sender with its own group, named after the stage; a trainer without a pipeline is
+one stage. Stages send in turns, for the reason explained in `stage_turns`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAVE_S = 10.0  # the same: one engine may hang, and has had the deadline of th
 
 
 class DistributedSender:
-    """Holds the group over pushes; a new one is made when an engine has joined or left."""
+    """Keeps the group from push to push; a new group is created when an engine has joined or left."""
 
     def __init__(self, options: SenderOptions):
         self._options = options
@@ -86,30 +86,32 @@ class DistributedSender:
         logger.info("%s: this rank sends weights to %d ranks of engines", self._group_name, world_size - 1)
 
     def _give_up(self, error: Exception) -> None:
-        """One broken member breaks the group: all take the copy on disk, and the group is made anew."""
+        """Destroy the group after a member failed; engines load the copy on disk until the next group."""
         own, silent = dict(self._errors), sorted(self._unanswered)  # before others fail for want of the group
         causes = [f"engine {url}: {why}" for url, why in own.items()] or [f"{type(error).__name__}: {error}"]
         causes += [f"no answer by then from {', '.join(silent)}"] if silent else []  # one may be the culprit
         broken = f"the group {self._group_name} broke: {'; '.join(causes)}"
         self._failures = {target.url: own.get(target.url, broken) for target in self._targets}
-        logger.warning("broadcast of weights %s failed; %s", self._version, broken)
+        logger.warning("The broadcast of weights %s failed: %s", self._version, broken)
         # First here: engines that still wait for the rest of the bucket see the connection close.
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
-            self._tell_to_leave(min(_LEAVE_S, self._options.deadline_s))
+            self._request_leave(min(_LEAVE_S, self._options.deadline_s))
 
     def _leave(self) -> None:
         if self._group is not None:
             group, self._group = self._group, None
-            self._tell_to_leave()
+            self._request_leave()
             dist.destroy_process_group(group)
 
-    def _tell_to_leave(self, deadline_s: float | None = None) -> None:
+    def _request_leave(self, deadline_s: float | None = None) -> None:
         self._errors = {}
         self._on_all([c.leave_group(self._group_name) for c in self._controls(deadline_s)]).result()
         if self._errors:  # an engine that is gone has left
-            logger.info("leaving %s: %s", self._group_name, self._errors)
+            logger.info(
+                "Some engines failed while they left the group %s: %s", self._group_name, self._errors
+            )
 
     def _controls(self, deadline_s: float | None = None) -> list[EngineControl]:
         return [EngineControl(target.url, deadline_s or self._options.deadline_s) for target in self._targets]
@@ -122,7 +124,7 @@ class DistributedSender:
         async def one(url: str, call: Coroutine[Any, Any, None]) -> None:
             try:
                 await call
-            except Exception as error:  # told in the report, under the engine's name
+            except Exception as error:  # part of the report, under the engine's name
                 errors[url] = f"{type(error).__name__}: {error}"
             unanswered.discard(url)
 
@@ -134,13 +136,13 @@ class DistributedSender:
     @contextlib.contextmanager
     def _together(self, calls: list[Coroutine[Any, Any, None]]) -> Iterator[None]:
         """All engines take a step, of which this rank does its part inside."""
-        told = self._on_all(calls)
+        replies = self._on_all(calls)
         try:
             yield
         except RuntimeError:
-            concurrent.futures.wait([told], _BLAME_S)
+            concurrent.futures.wait([replies], _BLAME_S)
             raise
-        told.result()  # each call has its deadline
+        replies.result()  # each call has its deadline
         if self._errors:
             raise RuntimeError(f"{len(self._errors)} of {len(self._targets)} engines failed")
 

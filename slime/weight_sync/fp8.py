@@ -1,8 +1,7 @@
-"""Weights for an FP8 model: which become FP8, and a stream of named tensors that has them so.
+"""Converts weights for an FP8 model: decides which become FP8, and rewrites a stream of tensors.
 
-What an FP8 checkpoint holds is said by the `quantization_config` of its config.json. Linear weights become
-e4m3 with fp32 factors beside them; embedding, output matrix, norms, routers and what the config excludes stay
-as they are.
+The format is defined by `quantization_config` in the checkpoint's config.json. Linear weights become e4m3
+with fp32 factors; embedding, output matrix, norms, routers and excluded modules are not converted.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _NEVER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """How one FP8 checkpoint holds its weights.
+    """Storage format of the weights of one FP8 checkpoint.
 
     Example: Qwen3-8B-FP8 has block (128, 128) and no exclusions: `model.layers.0.mlp.up_proj.weight` is e4m3,
     and `model.layers.0.mlp.up_proj.weight_scale_inv` its fp32 factors.
@@ -73,7 +72,7 @@ class Fp8Format:
         )
 
     def converts(self, name: str, tensor: Tensor) -> bool:
-        """Whether the checkpoint holds this tensor in FP8."""
+        """Return whether the checkpoint holds this tensor in FP8."""
         if self.names is not None:
             return name in self.names
         if not name.endswith(_WEIGHT) or tensor.dim() != 2:
@@ -124,7 +123,7 @@ def quantize_named(
 
 
 def checkpoint_format(folder: str | Path) -> Fp8Format | None:
-    """How the checkpoint in a folder holds its weights; None: not quantised, or its config is not at hand.
+    """Return the format of the checkpoint in a folder; None: not quantised, or it has no config.
 
     Where its files can be listed they say which weights are FP8; the
     patterns of its config only decide without them.
@@ -152,7 +151,7 @@ def served_config(folder: str | Path) -> dict[str, Any]:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Whether a pattern of a quantization_config names a module: by its name, one around it, or a regex."""
+    """Return whether a quantization_config pattern matches a module: by name, parent's name or regex."""
     if module == pattern or module.startswith(pattern + ".") or module.endswith(pattern):
         return True
     try:

@@ -1,8 +1,7 @@
-"""Weights in the body of a request, for SGLang on the trainer's machine, bucket by bucket.
+"""Sends weights in request bodies, for SGLang on the trainer's machine, bucket by bucket.
 
-The bundle is that of shared memory, so a restarted engine takes it as any other does. The bytes cross a
-socket in base64: fine for small models and CPU machines; with a shared GPU device handles to its memory go
-instead.
+The bundle is in shared memory, so a restarted engine can load it like any other. The bytes are sent over a
+socket in base64, which suits small models and CPU machines; engines on the trainer's GPU get memory handles.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from slime.wire.protocol import EngineInfo
 
 
 class HttpTensorSender(SharedMemorySender):
-    """Fills shared memory; the rollout side reads it and sends it on."""
+    """Writes the bundle to shared memory; the rollout side reads it and sends it to the engines."""
 
     transport = "http_tensor"
 

@@ -18,11 +18,11 @@ _LOOK_S = 0.05
 
 
 class LateCopySender(DiskSender):
-    """The bundle is out before its folder is there; who needs it asks for it and waits.
+    """Announces a bundle before its folder is written; an engine that needs it requests it and waits.
 
-    Most versions are never asked for, so most are never written. One that was asked for stays until the
-    version after the next is written. If it cannot be written, whoever asked gets the error at once. Nobody
-    can ask for a version after the next one was sent: engines do not join during a push.
+    Most versions are never requested, so most are never written. A requested folder stays until the version
+    after the next is written. If it cannot be written, the engine that requested it gets the error at once.
+    No engine can request a version after the next one was sent: engines do not join during a push.
     """
 
     def __init__(self, options: SenderOptions):
@@ -73,15 +73,18 @@ class LateCopySender(DiskSender):
                 super().finish(version)
                 break
             except Exception as error:
-                # Told to who asked: it is evicted, or the run ends. One that comes again may ask again.
-                logger.warning("weights %s for engines that come late: %s", version, error)
+                # The error reaches the engine that asked: it is evicted, or the run ends. It may ask again
+                # later.
+                logger.warning(
+                    "Weights %s could not be written for an engine that started late: %s", version, error
+                )
                 request.refuse(error)
         request.clear()
 
     def _end_writing(self) -> None:
         self._superseded.set()
         if self._writing is not None:
-            self._writing.result()  # not even the refusal could be told
+            self._writing.result()  # not even the refusal could be written
 
     def close(self) -> None:
         self._superseded.set()

@@ -1,8 +1,8 @@
-"""Low-rank adapters alone, for engines that hold the model: a small part of the bytes of a whole push.
+"""Pushes only low-rank adapters to engines that hold the model: far fewer bytes than a full push.
 
-The bundle is the adapters in shared memory and their config, both as peft has them. An engine that comes late
-has loaded the model from its folder, so the bundle is all it needs. Our own engine adds the product to
-weights that it keeps; SGLang computes it beside them, for requests that name the adapter.
+The bundle is the adapters in shared memory and their config, both in peft's format. An engine that starts
+late has loaded the model from its folder, so the bundle is all it needs. The embedded engine adds the product
+to its weights; SGLang computes it separately, for requests that name the adapter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slime.wire.protocol import ADAPTER_NAME, EngineInfo
 
 @dataclass(frozen=True, slots=True)
 class AdapterPayload:
-    """What a bundle of adapters holds: where the tensors lie, and peft's description of them."""
+    """Content of a bundle of adapters: the location of the tensors, and peft's config."""
 
     manifest: WeightManifest
     config: Mapping[str, Any]

@@ -1,7 +1,7 @@
-"""A function of the user's between writing weights to a folder and the engines' reading them.
+"""Calls a user's function after weights are written to a folder and before engines read them.
 
-For folders that are shared by more than a file system: it can upload a
-version, commit a volume, or drop a cache.
+The function can make a folder visible to engines without a shared file system: upload a version, commit a
+volume, or drop a cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PostWrite:
             path = self._args.custom_update_weight_post_write_path or ""
             raise RunStopped(
                 f"{FLAG} raised on rank {self._rank} for {folder}: {type(error).__name__}: {error}; the "
-                f"engines were not told of these weights.\n  at {place_of(error, path)}"
+                f"engines were not notified of these weights.\n  at {place_of(error, path)}"
             ) from error
 
     def on_every_rank(self, folder: Path | None) -> None:

@@ -21,7 +21,7 @@ from slime.wire.manifest import DTYPES, TensorEntry
 
 @dataclass(frozen=True)
 class _Global:
-    """A name that is looked up where the pickle is read."""
+    """Refers to a global that is resolved when the pickle is read."""
 
     module: str
     name: str
@@ -37,7 +37,7 @@ _DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the number of the device
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """Where one weight lies, with the fields of SGLang's class of that purpose."""
+    """Location of one weight, with the fields of SGLang's own metadata class."""
 
     entry: TensorEntry
 

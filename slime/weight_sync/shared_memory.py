@@ -1,9 +1,6 @@
-"""Weights through shared memory, for engines on the trainer's machine: buckets with a checksum each."""
+"""Sends weights through shared memory to engines on the trainer's machine, in buckets with checksums."""
 
 from __future__ import annotations
-
-import logging
-import threading
 
 from slime.utils.machine import shm
 from slime.weight_sync.base import NamedTensors, SenderOptions, Transport, WeightBundle
@@ -11,17 +8,9 @@ from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import BucketManifest, WeightManifest, fill_bucket, plan_bucket
 from slime.wire.protocol import EngineInfo
 
-logger = logging.getLogger(__name__)
-
-_CHECK_S = 1.0
-
 
 class SharedMemorySender:
-    """Two sets of segments take turns: one holds the version that engines serve, the other takes the next.
-
-    A thread publishes them again where somebody has emptied the shared memory: an engine that restarts would
-    otherwise never get the weights that it must have before it serves.
-    """
+    """Alternates two sets of segments: one holds the version that engines serve, the other gets the next."""
 
     transport = "shared_memory"
 
@@ -32,26 +21,6 @@ class SharedMemorySender:
         self._sets: list[list[shm.Segment]] = [[], []]
         self._turn = 0
         self._buckets: list[BucketManifest] = []
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        threading.Thread(target=self._keep_published, name="weights-published", daemon=True).start()
-
-    def _keep_published(self) -> None:
-        while not self._closed.wait(_CHECK_S):
-            try:
-                with self._lock:
-                    held = [*self._sets[0], *self._sets[1]] if not self._closed.is_set() else []
-                    lost = [segment for segment in held if not segment.is_published()]
-                    for segment in lost:
-                        segment.publish_again()
-            except OSError as error:  # no room now: it may come
-                logger.warning("Weights removed from %s cannot be written again: %s", shm.FOLDER, error)
-                continue
-            if lost:
-                logger.error(
-                    "Weights of a push were removed from %s by another program; they were published again.",
-                    shm.FOLDER,
-                )
 
     def send(self, bucket: NamedTensors) -> None:
         if self._turn and self._left:
@@ -59,9 +28,8 @@ class SharedMemorySender:
                 (shm.FOLDER / name).unlink(missing_ok=True)
             self._left = []
         _, nbytes = plan_bucket(bucket)
-        with self._lock:
-            segment = self._segment(len(self._buckets), nbytes)
-            self._buckets.append(fill_bucket(segment.name, segment.buffer, bucket))
+        segment = self._segment(len(self._buckets), nbytes)
+        self._buckets.append(fill_bucket(segment.name, segment.buffer, bucket))
 
     def _segment(self, position: int, nbytes: int) -> shm.Segment:
         held = self._sets[self._turn]
@@ -81,12 +49,10 @@ class SharedMemorySender:
         return WeightBundle(version, self.transport, num_tensors, nbytes, manifest.checksum, manifest)
 
     def close(self) -> None:
-        self._closed.set()
-        with self._lock:
-            for segment in (*self._sets[0], *self._sets[1]):
-                segment.close()
-                segment.unlink()
-            self._sets = [[], []]
+        for segment in (*self._sets[0], *self._sets[1]):
+            segment.close()
+            segment.unlink()
+        self._sets = [[], []]
 
 
 async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -24,33 +23,23 @@ from slime.utils.errors import RunStopped
 from slime.weight_sync.base import LiveReport, LiveSender, NamedTensors, Target
 
 
-@dataclass(frozen=True, slots=True)
-class StagePlace:
-    """Where a trainer rank stands in the pipeline. `is_first`: of the ranks of its stage; this one sends."""
-
-    stage: int = 0
-    num_stages: int = 1
-    is_first: bool = True
-
-
 class StageTurns:
-    """Made by all trainer ranks together, and so is every push. `sender`: None on ranks that send nothing.
+    """Orders the stages' sends; all ranks call it together. `sender`: None on ranks that send nothing.
 
     `deadline_s`: longest wait of the others for a sender. It is longer than a sender waits for an engine, so
     that an engine that hangs is evicted before the rank that serves it is given up.
     """
 
-    def __init__(self, place: StagePlace, sender: LiveSender | None, deadline_s: float = 660.0):
-        assert (sender is not None) == place.is_first, "the first rank of a stage sends, and no other"
-        self._place, self._sender, self._deadline_s = place, sender, deadline_s
+    def __init__(self, stage: int, num_stages: int, sender: LiveSender | None, deadline_s: float = 660.0):
+        self._stage, self._num_stages = stage, num_stages
+        self._sender, self._deadline_s = sender, deadline_s
         self._group: dist.ProcessGroup | None = None  # None: one stage needs no turns
-        if place.num_stages > 1:
+        if num_stages > 1:
             # Reports travel, not tensors: on the host.
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=deadline_s))
-            places = [place] * dist.get_world_size()
-            dist.all_gather_object(places, place, group=self._group)
-            first = {p.stage: rank for rank, p in enumerate(places) if p.is_first}
-            self._senders = [first[stage] for stage in range(place.num_stages)]
+            sends: list[int | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(sends, stage if sender is not None else None, group=self._group)
+            self._senders = [sends.index(stage) for stage in range(num_stages)]
 
     def send(
         self, version: str, targets: tuple[Target, ...], buckets: Iterator[NamedTensors]
@@ -60,9 +49,9 @@ class StageTurns:
         Ranks that send return the report of all stages, others None.
         """
         reports: list[LiveReport] = []
-        for stage in range(self._place.num_stages):
-            mine = self._send_stage(version, targets, buckets) if stage == self._place.stage else None
-            report = self._tell(mine, stage)
+        for stage in range(self._num_stages):
+            mine = self._send_stage(version, targets, buckets) if stage == self._stage else None
+            report = self._share_report(mine, stage)
             if report is not None:
                 reports.append(report)
                 if report.failures:
@@ -84,7 +73,7 @@ class StageTurns:
             self._sender.send(bucket)
         return self._sender.finish()
 
-    def _tell(self, report: LiveReport | None, stage: int) -> LiveReport | None:
+    def _share_report(self, report: LiveReport | None, stage: int) -> LiveReport | None:
         """The stage's report on all ranks, when the stage is done: the next one begins then."""
         if self._group is None:
             return report

@@ -1,4 +1,4 @@
-"""Which transport a run uses, and the code behind its row of the catalog."""
+"""Chooses the transport of a run, and loads the code of its row in the catalog."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def transport_of(name: str) -> Transport:
 
 
 def live_sender_of(name: str) -> Callable[[SenderOptions], LiveSender]:
-    """What makes the sender of a transport that engines wait for."""
+    """Return the factory of senders of a live transport, for which engines pause."""
     assert TRANSPORTS[name].live, f"{name} is fetched, not sent"
     make_sender: Callable[[SenderOptions], LiveSender] = load_function(TRANSPORTS[name].code)
     return make_sender
@@ -52,7 +52,7 @@ def choose_transport(
 
 
 def choose_adapter_transport(offered: Iterable[str]) -> str:
-    """How engines that offer these ways take adapters alone."""
+    """Choose the transport of adapters among the transports that the engines offer."""
     offered = set(offered)
     for name, row in _in_order(Site(), "adapter").items():
         if row.engine_needs in offered:

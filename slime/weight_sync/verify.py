@@ -1,4 +1,4 @@
-"""Do engines hold what was pushed? Cheap questions after every push, their checksums now and then."""
+"""Verifies that engines hold the pushed weights: cheap checks after every push, checksums periodically."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slime.wire.control import EngineControl
-
-_NAMED = 8  # tensors that a message names
 
 
 async def reload_and_compare(control: EngineControl, folder: Path, version: str) -> list[str]:
@@ -25,17 +23,3 @@ async def reload_and_compare(control: EngineControl, folder: Path, version: str)
 def differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
     """Names whose values differ, or that only one side has."""
     return sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
-
-
-def check_replicas(checksums: Mapping[str, Mapping[str, str]]) -> None:
-    """All engines hold the same tensors. `checksums`: engine address -> its own checksums."""
-    if not checksums:
-        return
-    (first_url, first), *others = checksums.items()
-    for url, held in others:
-        names = differing(first, held)
-        if names:
-            raise RuntimeError(
-                f"engines {first_url} and {url} hold different weights in {len(names)} tensors: "
-                f"{names[:_NAMED]}"
-            )

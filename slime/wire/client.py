@@ -19,9 +19,10 @@ class EngineClient:
     """Generates through one base url.
 
     A refused or broken connection and a 5xx are retried (the engine is being restarted, and a generation has
-    no side effect); a 4xx is the request's own fault and raises `HttpError` at once. `max_running` caps the
-    requests in flight from this client: the rest wait here, where they cost neither a socket nor an engine's
-    queue. Requests that name the same `group` and are submitted together travel as one HTTP request.
+    no side effect); a 4xx means that the request is invalid and raises `HttpError` at once. `max_running`
+    caps the requests in flight from this client: the rest wait here, where they need neither a socket nor
+    room in an engine's queue. Requests with the same `group` that are submitted together are sent as one HTTP
+    request.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class EngineClient:
         self.max_retries = max_retries
         self._url = f"{self.base_url}/generate"
         self._slots = asyncio.Semaphore(max_running)
-        self._grouped = GroupedRequests(self._url, timeout_s)
+        self._grouped = GroupedRequests(self.base_url, timeout_s)
 
     async def generate(
         self, request: GenerateRequest, headers: Mapping[str, str] | None = None
@@ -43,15 +44,16 @@ class EngineClient:
                 "EngineClient.generate reads one final answer: use stream=False and sampling.n=1"
             )
         all_headers = self._headers(request, headers)
-        name = f"POST {self._url} (request {request.rid})"
-        async with self._slots, waits.limited(name, self.timeout_s, target=self.base_url):
+        async with self._slots:
             answer = None
             if not headers and self._grouped.accepts(request):
                 answer = await self._grouped.generate(request, all_headers)
             if answer is None:
-                answer = await http_utils.post(
-                    self._url, request.to_json(), self.max_retries, all_headers, retry_if=_id_is_taken
-                )
+                name = f"POST {self._url} (request {request.rid})"
+                async with waits.limited(name, self.timeout_s, target=self.base_url):
+                    answer = await http_utils.post(
+                        self._url, request.to_json(), self.max_retries, all_headers, retry_if=_id_is_taken
+                    )
         try:
             return Generation.from_json(answer)
         except ValueError as error:

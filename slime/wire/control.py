@@ -21,7 +21,7 @@ TAGS: tuple[Tag, ...] = ("weights", "kv_cache", "cuda_graph")
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What the engine says it now holds. `None`: this engine does not report it."""
+    """The weights that an engine reports to hold. `None`: this engine does not report it."""
 
     version: str
     tensors: int | None
@@ -30,11 +30,11 @@ class Receipt:
 
 
 class NoChecksums(RuntimeError):
-    """This engine does not tell the checksums of its tensors."""
+    """This engine does not report checksums of its tensors."""
 
 
 class EngineControl:
-    """One worker, addressed directly. Every call has a name and a deadline; none is repeated by itself."""
+    """Controls one worker, addressed directly. Every call has a name and a deadline; none is retried."""
 
     def __init__(self, url: str, deadline_s: float = 120.0):
         self.url = url.rstrip("/")
@@ -73,7 +73,7 @@ class EngineControl:
             return None
 
     async def load(self) -> tuple[int, int]:
-        """How many requests an engine computes, and how many wait there."""
+        """Return the number of running and of waiting requests of an engine."""
         loads = (await self._get("v1/loads"))["loads"]
         return sum(x["num_running_reqs"] for x in loads), sum(x["num_waiting_reqs"] for x in loads)
 
@@ -206,7 +206,7 @@ class EngineControl:
         }
 
     async def overwrite_weights(self) -> None:
-        """Noise in place of the weights that it tells checksums of: only a whole push makes it fit again."""
+        """Overwrite the weights that have checksums with noise: only a whole push makes it fit again."""
         answer = await self._post("weights_checker", {"action": "reset_tensors"})
         _accepted(answer, "to overwrite its weights")
 

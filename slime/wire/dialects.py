@@ -1,4 +1,4 @@
-"""Which dialect of the protocol a server speaks, as far as it says what it is."""
+"""Recognises the dialect of the protocol that a server speaks, from its server info."""
 
 from collections.abc import Mapping
 from typing import Any

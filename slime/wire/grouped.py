@@ -1,9 +1,9 @@
 """Sends requests of one group that are submitted together as a single HTTP request.
 
 Together means in the same turn of the event loop. The body holds a list for each field, and the engine sends
-an event when a member finishes. Callers see nothing of it: each request has its own response, id, deadline
+an event when a member finishes. This is invisible to callers: each request has its own response, id, deadline
 and abort. If the shared request fails, or the engine accepts no lists, or a member is refused, the members
-without a response are sent alone, where their own error is found.
+without a response are sent one by one, which reveals their own errors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slime.liveness import waits
 from slime.utils import http_utils
 from slime.wire.protocol import MAX_INT32, GenerateRequest
 
@@ -28,8 +29,8 @@ _Key = tuple[Any, ...]
 class GroupedRequests:
     """The shared requests of one client, which belongs to one event loop."""
 
-    def __init__(self, url: str, timeout_s: float):
-        self._url, self._timeout_s = url, timeout_s
+    def __init__(self, base_url: str, timeout_s: float):
+        self._base_url, self._timeout_s = base_url, timeout_s
         self._open: dict[_Key, _Batch] = {}  # batches that still accept members
         self._refusals = 0
 
@@ -59,11 +60,14 @@ class GroupedRequests:
             del self._open[key]
         try:
             if len(batch.members) > 1 and not batch.is_abandoned:
-                payload = group_json(batch.members)
-                events = http_utils.stream(self._url, payload, batch.headers, timeout_s=self._timeout_s)
-                async for event in events:
-                    batch.deliver(event)
-                    self._refusals = 0
+                url = f"{self._base_url}/generate"
+                name = f"POST {url} ({len(batch.members)} requests of group {key[0]})"
+                async with waits.limited(name, self._timeout_s, target=self._base_url):
+                    async for event in http_utils.stream(url, group_json(batch.members), batch.headers):
+                        batch.deliver(event)
+                        self._refusals = 0
+        except waits.WaitTimeout as error:
+            batch.fail(error)
         except http_utils.HttpError as error:
             if 400 <= error.status < 500:
                 self._refusals += 1
@@ -74,7 +78,7 @@ class GroupedRequests:
 
 
 class _Batch:
-    """Requests that travel together, each with the future of its response."""
+    """Requests that are sent together, each with the future of its response."""
 
     def __init__(self, headers: dict[str, str]) -> None:
         self.headers = headers  # of the first member: its session decides which engine serves all
@@ -106,6 +110,12 @@ class _Batch:
         place = _finished_member(event)
         if place is not None and place < len(self._futures) and not self._futures[place].done():
             self._futures[place].set_result(event)
+
+    def fail(self, error: waits.WaitTimeout) -> None:
+        """Raise the timeout in every member that waits: each has used up its own time, too."""
+        for future in self._futures:
+            if not future.done():
+                future.set_exception(waits.WaitTimeout(str(error)))
 
     def release(self) -> None:
         """Let members without a response be sent alone."""

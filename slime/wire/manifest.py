@@ -1,6 +1,6 @@
 """The description of one weight update in shared memory: which bytes are which tensor, and their checksum.
 
-The manifest travels as JSON, the bytes through shared memory; nothing is pickled. The receiver verifies
+The manifest is sent as JSON, the bytes through shared memory; nothing is pickled. The receiver verifies
 every bucket before it touches a parameter.
 """
 

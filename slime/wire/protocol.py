@@ -84,39 +84,41 @@ def wrong_token_id(ids: Sequence[Any], vocab_size: int | None) -> str | None:
     return shown(next(i for i in ids if type(i) is not int or not 0 <= i < high))
 
 
-# From, to; None: without end.
-_NUMBERS = {
-    "temperature": (0.0, 1e6),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
+# How each field of `SamplingParams` is checked: a function, and for numbers the range (None: no upper limit).
+_CHECKS: dict[str, tuple[Any, ...]] = {
+    "temperature": (_number, 0.0, 1e6),
+    "top_p": (_number, 0.0, 1.0),
+    "min_p": (_number, 0.0, 1.0),
+    "repetition_penalty": (_number, 0.0, 2.0),
+    "frequency_penalty": (_number, -2.0, 2.0),
+    "presence_penalty": (_number, -2.0, 2.0),
+    "top_k": (_integer, -1, MAX_INT32),
+    "max_new_tokens": (_integer, 0),
+    "min_new_tokens": (_integer, 0),
+    "sampling_seed": (_integer, -MAX_INT64 - 1, MAX_INT64),
+    "n": (_integer, 1),
+    "stream_interval": (_integer, 1, MAX_INT32),
+    "stop": (_strings,),
+    "stop_token_ids": (_token_ids,),
+    "ignore_eos": (_boolean,),
+    "skip_special_tokens": (_boolean,),
+    "spaces_between_special_tokens": (_boolean,),
+    "no_stop_trim": (_boolean,),
+    top_p.REQUEST_FIELD: (_boolean,),
 }
 _NEVER_ZERO = ("top_p", "repetition_penalty", "top_k")
-_INTEGERS = {
-    "top_k": (-1, MAX_INT32),
-    "max_new_tokens": (0, None),
-    "min_new_tokens": (0, None),
-    "sampling_seed": (-MAX_INT64 - 1, MAX_INT64),
-    "n": (1, None),
-    "stream_interval": (1, MAX_INT32),
-}
 _OPTIONAL = ("max_new_tokens", "sampling_seed", "stream_interval")
-_SWITCHES = (
-    *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
-    top_p.REQUEST_FIELD,
-)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw the tokens of one request; the defaults sample the model's own distribution.
+    """Sampling parameters of one request; the defaults sample the model's own distribution.
 
     `SamplingParams(temperature=0.8, max_new_tokens=64, stop=("\\n",)).to_json()` is what a request carries as
     `sampling_params`. Log-probs that come back are of the distribution after `temperature` and before top_p,
-    top_k and min_p; at temperature 0 (greedy) they are of the unscaled one. With `return_top_p_token_ids` an
-    engine that can tell which ids it drew each token from does so, and log-probs are over these.
+    top_k and min_p; at temperature 0 (greedy) they are of the unscaled distribution. With
+    `return_top_p_token_ids`, an engine that supports it reports the ids that each token was drawn from, and
+    log-probs are over these ids.
     """
 
     temperature: float = 1.0
@@ -140,19 +142,12 @@ class SamplingParams:
     stream_interval: int | None = None  # tokens from one event of a stream to the next; None: the engine's
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "stop": _strings("stop", self.stop),
-            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
-        }
-        for name, (low, high) in _NUMBERS.items():
-            checked[name] = _number(name, getattr(self, name), low, high)
-        for name, (least, most) in _INTEGERS.items():
-            if getattr(self, name) is not None or name not in _OPTIONAL:
-                _integer(name, getattr(self, name), least, most)
-        for name in _SWITCHES:
-            _boolean(name, getattr(self, name))
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            if value is default or (value is None and name in _OPTIONAL):
+                continue
+            check, *bounds = _CHECKS[name]
+            object.__setattr__(self, name, check(name, value, *bounds))
         for name in _NEVER_ZERO:
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0: no token could be drawn")
@@ -180,28 +175,27 @@ class SamplingParams:
             )
         data = {**data, **custom}
         data.pop("custom_params", None)
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(data) - known)
+        unknown = sorted(data.keys() - _DEFAULTS.keys())
         if unknown:
-            raise ValueError(
-                f"sampling_params has unknown field `{unknown[0][:64]}`, expected one of {sorted(known)}"
-            )
-        return cls(
-            **{k: v for k, v in data.items() if v is not None or k in ("max_new_tokens", "sampling_seed")}
-        )
+            expected = f"expected one of {sorted(_DEFAULTS)}"
+            raise ValueError(f"sampling_params has unknown field `{unknown[0][:64]}`, {expected}")
+        return cls(**{k: v for k, v in data.items() if v is not None or k in _OPTIONAL})
 
     def to_json(self) -> dict[str, Any]:
         """Fields that differ from the defaults, and `temperature` and `max_new_tokens` always."""
         out: dict[str, Any] = (
             {"custom_params": {top_p.REQUEST_FIELD: True}} if self.return_top_p_token_ids else {}
         )
-        for f in fields(self):
-            if f.name == top_p.REQUEST_FIELD:
-                continue
-            value = getattr(self, f.name)
-            if value != f.default or f.name in ("temperature", "max_new_tokens"):
-                out[f.name] = list(value) if isinstance(value, tuple) else value
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            if name in ("temperature", "max_new_tokens") or (
+                value != default and name != top_p.REQUEST_FIELD
+            ):
+                out[name] = list(value) if isinstance(value, tuple) else value
         return out
+
+
+_DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +240,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine made for one request. `ids`, and `log_probs` if asked for, have one entry per token.
+    """Response of an engine to one request. `ids`, and `log_probs` if requested, have one entry per token.
 
     Example: `Generation(ids=(7, 2), log_probs=(-0.3, -1.2), finish="stop", finish_detail={"type": "stop",
     "matched": 2}, text="c", spans=(VersionSpan("run:4", 0, 2),), weight_version="run:4", prompt_tokens=5,
@@ -339,7 +333,7 @@ def _read_spans(meta: Mapping[str, Any], version: str, num_tokens: int) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What one worker is and can do, read from its server info; capabilities come from its dialect."""
+    """Identity and capabilities of one worker, read from its server info and its dialect."""
 
     dialect: Dialect
     model_path: str
@@ -358,7 +352,7 @@ class EngineInfo:
     def can_be_overwritten(self) -> bool:
         """A whole push restores all that `EngineControl.overwrite_weights` destroys.
 
-        Not so where the engine derives more from weights (scales, drafts, adapters), or does not tell the
+        Not so where the engine derives more from weights (scales, drafts, adapters), or does not report the
         checksums of all its ranks.
         """
         derives = any(self.raw.get(name) for name in ("quantization", "speculative_algorithm", "enable_lora"))

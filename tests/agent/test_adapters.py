@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import aiohttp
 import pytest
@@ -20,6 +21,8 @@ from adapter_client import (
     post,
 )
 from agent_world import agent_world, check_exact
+
+from slime.agent.adapters import common
 
 
 def test_chat_completions_with_two_calls_in_a_turn_and_results_out_of_order():
@@ -61,38 +64,6 @@ def test_responses_with_calls_and_thoughts():
 
         asyncio.run(episode())
         check_exact(world, finish(world), num_turns=2)
-
-
-def test_responses_go_on_with_an_answer_that_is_named_and_not_sent_again():
-    with agent_world([CALL + CALL, "done", "other"]) as world:
-
-        async def episode():
-            more = {"tools": [RESPONSES_TOOL], "instructions": "be brief"}
-            first = await ask(world, "responses", "hello", **more)
-            results = [
-                {"type": "function_call_output", "call_id": item["call_id"], "output": f"r{place}"}
-                for place, item in enumerate(first["output"])
-            ]
-            named = {"previous_response_id": first["id"], **more}
-            second = await ask(world, "responses", results[::-1], **named)
-            assert second["output"][0]["content"][0]["text"] == "done"
-            assert second["previous_response_id"] == first["id"]
-            body = body_of("responses", results[:1], **named)
-            status, text, _ = await post(world, "responses", body)
-            assert status == 400 and "have no result" in text
-            body = body_of("responses", "x", previous_response_id="resp_none")
-            status, text, _ = await post(world, "responses", body)
-            assert status == 400 and json.loads(text)["error"]["code"] == "previous_response_not_found"
-            # Instructions are not carried over, as in the real API: that is another conversation.
-            await ask(world, "responses", "and?", previous_response_id=second["id"], tools=[RESPONSES_TOOL])
-
-        asyncio.run(episode())
-        kept, fork = finish(world)
-        check_exact(world, [kept, fork], num_turns=3)
-        text = world.tokenizer.decode(kept.tokens)
-        assert text.index("be brief") < text.index("r0") < text.index("r1") < text.index("done")
-        text = world.tokenizer.decode(fork.tokens)
-        assert "be brief" not in text and text.index("r1") < text.index("and?") < text.index("other")
 
 
 def test_anthropic_messages_with_thoughts_calls_and_a_count():
@@ -199,19 +170,21 @@ def shown_thought(event):
     return event.get("delta", {}).get("thinking", "") if event["type"] == "content_block_delta" else ""
 
 
-def test_tokens_are_shown_while_the_engine_makes_more():
-    with agent_world([{"hold": True, "tokens": [ord(c) - 33 for c in "abcdef"]}]) as world:
+def test_a_stream_is_kept_alive_until_its_response_is_complete(monkeypatch):
+    monkeypatch.setattr(common, "_KEEP_ALIVE_S", 0.05)
+    late = time.monotonic() + 0.3
+    with agent_world([{"until": lambda: time.monotonic() > late, "tokens": [3, 4]}]) as world:
+        status, text, _ = asyncio.run(post(world, "chat", body_of("chat", [HELLO], stream=True)))
+        assert status == 200 and text.startswith(": the model is writing\n\n") and "[DONE]" in text
+        check_exact(world, finish(world), num_turns=1)
 
-        async def episode():
-            async with aiohttp.ClientSession() as http:
-                body = body_of("chat", [HELLO], stream=True)
-                async with http.post(world.url + PATHS["chat"], json=body, headers=KEY) as answer:
-                    seen = b""
-                    while b'"content": "' not in seen.replace(b'"content": ""', b""):
-                        seen += await asyncio.wait_for(answer.content.readany(), 60)
-                    assert world.engine.running == 1  # the engine has not ended
 
-        asyncio.run(episode())
+def test_an_engine_that_fails_behind_a_stream_that_has_begun_is_an_event(monkeypatch):
+    monkeypatch.setattr(common, "_KEEP_ALIVE_S", 0.01)
+    for api in PATHS:
+        with agent_world(lambda prompt: time.sleep(0.3) or 400) as world:
+            status, text, _ = asyncio.run(post(world, api, body_of(api, [HELLO], stream=True)))
+            assert status == 200 and "the engine refuses the request" in text, text
 
 
 def test_a_client_that_leaves_ends_its_request_at_the_engine_and_its_session_goes_on():
@@ -251,13 +224,3 @@ def test_a_push_in_mid_answer_is_continued_and_versions_are_kept():
         assert engine.requests[1]["input_ids"] == engine.requests[0]["input_ids"] + half
         (sample,) = finish(world)
         assert sample.loss_mask == [1] * 5 and sample.response_length == 5
-
-
-def test_a_stream_of_the_engine_that_breaks_is_continued():
-    with agent_world(["unused"]) as world:
-        whole = world.tokenizer.encode("abcdef", add_special_tokens=False)
-        world.engine.answers = [{"tokens": whole, "break_after": 3}, "xyz"]
-        _, text, _ = asyncio.run(post(world, "chat", body_of("chat", [HELLO], stream=True)))
-        assert "".join(map(shown_text, events_of(text))) == "abcxyz"
-        (sample,) = finish(world)
-        assert sample.response_length == 7

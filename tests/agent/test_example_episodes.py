@@ -67,7 +67,7 @@ def test_retool_runs_the_program_and_trains_what_the_model_said(tmp_path):
 
 
 def test_search_r1_finds_a_land_by_two_searches(tmp_path):
-    pytest.importorskip("bm25s", reason="the search tool: pip install 'slime[search]'")
+    pytest.importorskip("bm25s", reason="the search tool: pip install 'slime-rl[search]'")
     world = load_function(f"{EXAMPLES / 'search_r1' / 'world.py'}:World")()
     person = world.people[0]
     town = world.town_of[person]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from slime.agent.adapters.live_text import LiveText
 from slime.agent.parsing import ParsedModelOutput, parse_model_output, parser_for
 from slime.catalog.tool_formats import TOOL_FORMATS, recognised
 from slime.utils.misc import is_installed, load_function
@@ -142,16 +141,6 @@ def test_formats_are_known_by_sglangs_names_and_by_the_template():
     assert parser_for(byte_tokenizer("glm"))(WRITTEN["glm"], TOOLS, False).tool_uses == [ADD]
 
 
-def test_an_answer_that_is_held_is_shown_when_it_is_read():
-    from chat_templates import byte_tokenizer
-
-    tokenizer = byte_tokenizer("chatml")
-    live = LiveText(tokenizer, marks=(), held=True)
-    assert list(live.feed(tokenizer.encode("so it is, ok"))) == []
-    parsed = ParsedModelOutput("so it is", "ok")
-    assert list(live.rest(parsed)) == [("thought", "so it is"), ("text", "ok")]
-
-
 # -- SGLang's own parsers, in the Python that has SGLang
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +153,6 @@ THEIRS = {
 }
 SCRIPT = """
 import json, sys
-from slime.agent.adapters.live_text import LiveText
 from slime.agent.parsing import ParsedModelOutput, parse_model_output, parser_for
 
 tools, written = json.load(sys.stdin)
@@ -175,9 +163,8 @@ for name, text in written.items():
     found = parse_model_output("<think>so</think>" + text, **options)
     parse_model_output(text[: int(len(text) * 0.6)], **options)  # cut: some of its parsers read half a call
     plain = parse_model_output("no call at all", **options)
-    starts = parser_for(None, f"sglang:{name}").starts
     told[name] = [found.reasoning, found.tool_uses, found.ill_formed]
-    told[name] += [plain.text, plain.ill_formed, any(start in text for start in starts)]
+    told[name] += [plain.text, plain.ill_formed]
 unknown = json.dumps({"name": "nope", "arguments": {}})
 told["unknown tool"] = parse_model_output(
     f"<tool_call>\\n{unknown}\\n</tool_call>", tools_schema=tools, tool_parser_name="sglang:qwen25"
@@ -217,10 +204,9 @@ def test_sglangs_parsers_read_what_ours_read_and_the_formats_that_only_they_know
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.rpartition("TOLD")[2])
     for name in written:
-        thoughts, uses, ill_formed, text, text_ill_formed, starts = told[name]
+        thoughts, uses, ill_formed, text, text_ill_formed = told[name]
         assert (thoughts, uses, ill_formed) == ("so", [ADD], False), name
         assert (text, text_ill_formed) == ("no call at all", False), name
-        assert starts, name
     assert told["unknown tool"] == [{"name": "nope", "input": {}}]
     assert told["broken"] is True
     assert "SGLang has no tool_parser 'martian'; it has" in told["martian"]

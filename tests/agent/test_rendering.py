@@ -69,9 +69,9 @@ def test_an_answer_that_was_cut_is_closed_by_the_template():
 
 def test_thoughts_that_a_template_drops_are_told():
     report = renderer_of("qwen3")[0].report()
-    assert report.extends and not report.has_prefix_property
+    assert report.extends
     assert report.forks == ("a user message after an answer with thoughts",)
-    assert renderer_of("chatml")[0].report().has_prefix_property
+    assert renderer_of("chatml")[0].report().forks == ()
     renderer = renderer_of("qwen3")[0]
     assert renderer.rewrites(USER, has_thoughts=True) and not renderer.rewrites(USER, has_thoughts=False)
     assert not renderer.rewrites(RESULTS, has_thoughts=True)

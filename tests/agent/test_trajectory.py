@@ -88,8 +88,3 @@ def test_a_sample_is_cut_where_the_limit_is():
     (sample,) = manager.get_trajectory("s", base_sample=BASE, max_sample_tokens=7)
     assert sample.tokens == [1, 2, 3, 4, 9, 9, 5] and sample.loss_mask == [1, 1, 0, 0, 1]
     assert sample.status is Sample.Status.TRUNCATED and sample.metadata["turns"][1]["end"] == 5
-
-
-def test_log_probs_of_another_number_are_refused():
-    with pytest.raises(ValueError, match="1 log-probs for 2 output tokens"):
-        TurnRecord([1], [2, 3], "stop", [-0.1])

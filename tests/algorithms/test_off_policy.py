@@ -20,7 +20,6 @@ from slime.algorithms.off_policy import (
     mismatch_metrics,
     opsm_keep,
     rejection,
-    weight_moments,
 )
 from slime.arguments.groups.off_policy import LEVELS
 
@@ -202,19 +201,3 @@ def test_decoupled_ppo_is_the_clipped_loss_times_the_weight():
     ).weights[0]
     (-weight * torch.exp(c - p) * a).backward()
     assert c.grad.item() == pytest.approx(-math.exp(p - b) * a)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=8, deadline=None)
-@given(lengths=lengths_strategy, seed=seeds)
-def test_moments_count_each_trained_token_or_each_sample_with_one_once(level, lengths, seed):
-    data = make(lengths, seed)
-    layout = layout_of(data)
-    log_ratio = data.flat("old", torch.float64) - data.flat("rollout", torch.float64)
-    got = weight_moments(importance_ratios(log_ratio, layout, level), layout, level)
-    total = count = 0.0
-    for ratios, mask in zip(loop_ratios(data, level), data.masks, strict=True):
-        kept = [r for r, m in zip(ratios, mask, strict=True) if m]
-        kept = kept if level == "token" else kept[:1]
-        total, count = total + sum(kept), count + len(kept)
-    assert got.tolist() == pytest.approx([total, count], rel=1e-10, abs=1e-10)

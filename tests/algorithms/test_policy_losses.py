@@ -19,7 +19,6 @@ OPTIONS = PolicyOptions(
     eps_clip_c=2.0,
     sapo_tau_pos=1.0,
     sapo_tau_neg=1.7,
-    kl_cov_coef=0.4,
     dppo_delta=0.05,
 )
 
@@ -45,20 +44,20 @@ def masked_mean(values, mask):
     return sum(v * m for v, m in zip(values, mask, strict=True)) / max(float(total), 1.0)
 
 
-def ppo(new, old, adv, mask, sel):
+def ppo(new, old, adv, mask):
     return [ppo_token(exp(n - o), a) for n, o, a in zip(new, old, adv, strict=True)]
 
 
-def gspo(new, old, adv, mask, sel):
+def gspo(new, old, adv, mask):
     ratio = exp(masked_mean([n - o for n, o in zip(new, old, strict=True)], mask))
     return [ppo_token(ratio, a) for a in adv]
 
 
-def cispo(new, old, adv, mask, sel):
+def cispo(new, old, adv, mask):
     return [-clamp(exp(n - o).detach(), 0.8, 1.3) * a * n for n, o, a in zip(new, old, adv, strict=True)]
 
 
-def sapo(new, old, adv, mask, sel):
+def sapo(new, old, adv, mask):
     losses = []
     for n, o, a in zip(new, old, adv, strict=True):
         tau = 1.0 if a > 0 else 1.7
@@ -66,7 +65,7 @@ def sapo(new, old, adv, mask, sel):
     return losses
 
 
-def gmpo(new, old, adv, mask, sel):
+def gmpo(new, old, adv, mask):
     bounded = []
     for n, o, a in zip(new, old, adv, strict=True):
         d = n - o
@@ -75,19 +74,8 @@ def gmpo(new, old, adv, mask, sel):
     return [-ratio * a for a in adv]
 
 
-def clip_cov(new, old, adv, mask, sel):
-    return [loss * (0.0 if s else 1.0) for loss, s in zip(ppo(new, old, adv, mask, sel), sel, strict=True)]
-
-
-def kl_cov(new, old, adv, mask, sel):
-    return [
-        -exp(n - o) * a + (0.4 * torch.abs(n - o) if s else 0.0)
-        for n, o, a, s in zip(new, old, adv, sel, strict=True)
-    ]
-
-
 def dppo(divergence):
-    def loss(new, old, adv, mask, sel):
+    def loss(new, old, adv, mask):
         losses = []
         for n, o, a in zip(new, old, adv, strict=True):
             ratio, p, q = exp(n - o), torch.exp(o).item(), torch.exp(n).item()
@@ -112,8 +100,6 @@ REFERENCES = {
     "cispo": cispo,
     "sapo": sapo,
     "gmpo": gmpo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
     "dppo_tv": dppo(tv),
     "dppo_kl": dppo(kl),
 }
@@ -127,7 +113,6 @@ def inputs(data, dtype):
         mask=data.flat("masks", dtype),
         segments=data.segments,
         num_samples=len(data.new),
-        selected=data.flat("selected", dtype),
     )
 
 
@@ -145,7 +130,7 @@ def test_loss_and_gradient_match_the_loop(name, dtype, lengths, seed):
     expected = torch.stack(
         [
             loss
-            for sample in zip(leaves, data.old, data.advantages, data.masks, data.selected, strict=True)
+            for sample in zip(leaves, data.old, data.advantages, data.masks, strict=True)
             for loss in REFERENCES[name](*sample)
         ]
     )
@@ -179,7 +164,7 @@ def runaway(log_ratios, advantage):
 def test_runaway_tokens_count_as_a_log_ratio_of_twenty(name, advantage, dtype):
     data = runaway(RUNAWAY, advantage)
     leaves = [x.clone().requires_grad_() for x in data.new]
-    samples = zip(leaves, data.old, data.advantages, data.masks, data.selected, strict=True)
+    samples = zip(leaves, data.old, data.advantages, data.masks, strict=True)
     expected = torch.stack([loss for sample in samples for loss in REFERENCES[name](*sample)])
     x = inputs(data, dtype)
     got = compute_policy_terms(name, x, OPTIONS).loss
@@ -208,7 +193,6 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name):
     data = make([4, 1, 3], 5)
     data.old = [x.clone() for x in data.new]
     data.masks = [torch.ones_like(x) for x in data.masks]
-    data.selected = [torch.zeros_like(x) for x in data.selected]
     x = inputs(data, torch.float64)
     compute_policy_terms(name, x, OPTIONS).loss.sum().backward()
     close(x.log_probs.grad, -data.flat("advantages"))
@@ -235,7 +219,3 @@ def test_masked_tokens_never_move_a_sequence_ratio():
             compute_policy_terms(name, inputs(data, torch.float64), OPTIONS).loss, before
         )
         data.old[0][1] += 3.0
-
-
-def test_losses_that_need_selected_tokens_are_named():
-    assert {n for n, loss in POLICY_LOSSES.items() if loss.selects_by_covariance} == {"clip_cov", "kl_cov"}

@@ -31,16 +31,19 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
         ({"rollout_temperature": -1}, "--rollout-temperature is -1"),
         (
             {"rollout_top_p": 0.9, **SGLANG},
-            "--rollout-top-p is 0.9: .*sglang does not tell.*--allow-sampling-mismatch",
+            "--rollout-top-p is 0.9: .*sglang does not report them.*--allow-sampling-mismatch",
         ),
-        ({"rollout_top_k": 20, **SGLANG}, "--rollout-top-k is 20: .*--rollout-engine embedded, which tells"),
+        (
+            {"rollout_top_k": 20, **SGLANG},
+            "--rollout-top-k is 20: .*--rollout-engine embedded, which reports them",
+        ),
         (
             {
                 "rollout_top_p": 0.9,
                 "rollout_external_engine_addrs": ["127.0.0.1:1"],
                 "rollout_num_gpus": None,
             },
-            "--rollout-top-p is 0.9: .*external engines do not tell",
+            "--rollout-top-p is 0.9: .*external engines do not report them",
         ),
         ({"rollout_top_k": 1}, "--rollout-top-k is 1: greedy decoding"),
         (
@@ -248,7 +251,6 @@ NO_EFFECT_VALUES = {
     "loss_reduction": "sample_mean",
     "opd_type": "trainer",
     "opd_kl": "full",
-    "dpo_label_smoothing": 0.2,
     **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype"), "bf16"),
 }
 SFT = {"loss_type": "sft_loss", "n_samples_per_prompt": 1}
@@ -283,7 +285,6 @@ NO_EFFECT_BESIDE |= {
     name: {"loss_type": "dpo_loss", "n_samples_per_prompt": 1}
     for name in ("calculate_per_token_loss", "loss_reduction")
 }
-NO_EFFECT_BESIDE["spare_samples_per_prompt"] = {"deterministic_mode": True}
 NO_EFFECT_BESIDE["colocate"] = {"rollout_external_engine_addrs": ["127.0.0.1:1"], "rollout_num_gpus": None}
 NO_EFFECT_BESIDE["multimodal_keys"] = {"env": "reasoning_gym:gcd"}
 FSDP_ONLY = (
@@ -291,7 +292,6 @@ FSDP_ONLY = (
     "freeze_vision_tower",
     "only_train_params_name_list",
     "freeze_params_name_list",
-    "router_aux_loss_coef",
     "share_prefix",
     "fp8_training",
 )
@@ -304,7 +304,7 @@ def test_flag_without_effect_is_refused_when_given(name):
     changes = {name: NO_EFFECT_VALUES.get(name) or {bool: True, int: 2, float: 0.5, str: "text"}[spec.kind]}
     changes |= NO_EFFECT_BESIDE.get(name, {})
     words = []
-    if name in ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu"):
+    if name == "max_tokens_per_gpu":
         changes |= {"use_dynamic_batch_size": False}
     if name == "micro_batch_size":
         changes |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}

@@ -72,7 +72,7 @@ def test_a_converted_one_that_is_not_read_leaves_hf_checkpoint_its_place(tmp_pat
         (tmp_path / "a_torch_dist" / "release" / ".metadata").unlink()
     args = parse("--ref-load", folder, "--use-kl-loss", hf_checkpoint=model)
     assert args.ref_load == args.start_from == model
-    assert any(folder in text and "are taken instead" in text for text in args.warnings)
+    assert any(folder in text and "are used instead" in text for text in args.warnings)
     trained = make_folder(tmp_path / "run", "iter_0000002", kind=kind)
     if kind == "zarr":
         (tmp_path / "run" / "iter_0000002" / ".metadata").unlink()

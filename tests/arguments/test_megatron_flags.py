@@ -132,7 +132,7 @@ def test_a_flag_of_megatron_names_the_trainer(tmp_path):
 def test_flags_of_a_package_that_is_missing_say_what_to_install(monkeypatch):
     monkeypatch.setattr("slime.arguments.parser.megatron_fields", dict)
     monkeypatch.setattr("slime.arguments.passthrough.megatron_flags.megatron_fields", dict)
-    with pytest.raises(ValueError, match=r"--moe-z-loss-coeff.*pip install 'slime\[megatron\]'"):
+    with pytest.raises(ValueError, match=r"--moe-z-loss-coeff.*pip install 'slime-rl\[megatron\]'"):
         parse("--moe-z-loss-coeff", "0.1")
 
 

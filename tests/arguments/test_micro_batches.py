@@ -8,7 +8,6 @@ from argument_helpers import parse
 from slime.arguments.groups import micro_batches
 from slime.arguments.groups.micro_batches import ON_CPU, tokens_that_fit
 from slime.utils.files.run_file import RUN_FILE, close_run_file, open_run_file, read_run
-from slime.utils.files.step_folders import Manifest, step_path
 
 GIB = 1 << 30
 QWEN_06B = {
@@ -86,12 +85,6 @@ def stop(folder, args, *, before_this_change=False):
     (folder / "metrics.jsonl").write_text("{}\n")
 
 
-def save_checkpoint(save, manifest):
-    folder = step_path(save, manifest.rollout_id)
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(manifest.to_json())
-
-
 def packing(args):
     return {name: getattr(args, name) for name in OLD}
 
@@ -133,18 +126,6 @@ def test_a_changed_setting_still_starts_no_resume(tmp_path):
     flags = {"run_dir": str(tmp_path / "run"), "save": str(tmp_path / "save")}
     stop(tmp_path / "run", parse(**flags), before_this_change=True)
     assert parse(**flags, lr=0.5).load is None
-
-
-def test_a_checkpoint_without_its_run_folder_tells_how_it_was_trained(tmp_path):
-    save, new = tmp_path / "save", {"run_dir": str(tmp_path / "new")}
-    save_checkpoint(save, Manifest(0, "abc", 1))  # written before the default
-    assert packing(parse(**new, load=str(save))) == OLD
-    kept = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 123, "micro_batch_size": 1}
-    save_checkpoint(save, Manifest(1, "abc", 2, micro_batches=kept))
-    assert packing(parse(**new, load=str(save))) == kept
-    assert packing(parse(**new, load=str(save), ckpt_step=0)) == OLD
-    finetuned = parse("--finetune", **new, load=str(save))
-    assert finetuned.max_tokens_per_gpu == ON_CPU, "a new run that starts from these weights"
 
 
 def test_an_automatic_folder_is_found_again(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ from argument_helpers import base_argv, parse
 
 from slime.arguments import Args, PluginArgs, RunInfo, parse_args, plugin_args
 from slime.arguments.all_flags import GROUPS, Flags, all_specs
-from slime.arguments.core.flag import FlagInfo, FlagSpec, convert
 from slime.arguments.core.unbuilt import SYNONYMS, UNBUILT_FLAGS, why_idle
 
 
@@ -109,21 +108,12 @@ def test_no_declared_flag_is_listed_as_missing():
     assert not [name for name in declared if why_idle(name)]
 
 
-def test_value_that_is_not_built_is_refused_by_name():
-    info = FlagInfo("", choices=("a",), not_built={"b": "", "c": "use d"})
-    spec = FlagSpec("engine", "Run", str, False, False, "a", info)
-    with pytest.raises(ValueError, match=r"this version does not build it yet; choose from a"):
-        convert(spec, "b")
-    with pytest.raises(ValueError, match=r"this version does not build it yet; use d"):
-        convert(spec, "c")
-
-
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
         (("--use-mopd",), "--use-mopd: several teachers are not built. .*--use-opd"),
         (("--mopd_alpha", "0.5"), "--mopd_alpha: it belongs to --use-mopd"),
-        (("--use-opd", "--opd-type", "self"), "--opd-type is 'self': .*--custom-rm-path .*--opd-type engine"),
+        (("--use-opd", "--opd-type", "self"), "--opd-type is 'self': choose from engine, trainer"),
         (("--opsd-beta", "0.5"), "--opsd-beta: it belongs to --opd-type self"),
         (("--save-lora", "adapters"), "--save-lora: .*--save-hf"),
         (("--lora-target-preset", "dense_mlp"), "--lora-target-preset: .*--lora-target-modules"),
@@ -438,3 +428,13 @@ def test_parsing_does_not_load_torch():
 def test_flags_that_a_run_always_has_a_value_of_are_never_none():
     args = parse()
     assert [name for name in vars(Flags)["__annotations__"] if getattr(args, name) is None] == []
+
+
+def test_help_with_words_lists_the_flags_that_mention_all_of_them(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_args(["--help", "lora", "rank"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0 and "--lora-rank" in shown and "--lr " not in shown
+    with pytest.raises(SystemExit):
+        parse_args(["--help", "xyzzy"])
+    assert "No flag mentions xyzzy" in capsys.readouterr().out

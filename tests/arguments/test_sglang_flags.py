@@ -151,37 +151,3 @@ def test_in_deterministic_mode_a_machine_without_gpus_is_told_what_sglang_cannot
 
     assert "SGLang has its deterministic mode on GPUs only" in warned(0, deterministic_mode=True)
     assert "deterministic" not in warned(1, deterministic_mode=True) + warned(0)
-
-
-def warnings_of_drafts(*words: str, **changes) -> list[str]:
-    found = parse(*words, **changes).warnings
-    return [text for text in found if text.startswith("--sglang-speculative-algorithm")]
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN"])
-def test_heads_that_draft_and_do_not_train_are_told(python, algorithm):
-    words = ["--sglang-speculative-algorithm", algorithm]
-    (told,) = warnings_of_drafts(*words, sglang_python=str(python))
-    assert algorithm in told and "--train-backend fsdp trains no MTP heads" in told
-    words += ["--sglang-speculative-draft-model-path", "/models/eagle"]
-    (told,) = warnings_of_drafts(*words, sglang_python=str(python))
-    assert "/models/eagle, the draft model, is not trained" in told
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
-def test_models_that_draft_are_told_of_before_a_push_changes_them(python, algorithm):
-    words = ["--sglang-speculative-algorithm", algorithm]
-    words += ["--sglang-speculative-draft-model-path", "/models/small"]
-    (told,) = warnings_of_drafts(*words, sglang_python=str(python))
-    assert (
-        "/models/small, the draft model, is not trained" in told and "ends the run at the first push" in told
-    )
-
-
-def test_heads_that_train_and_drafts_of_n_grams_need_no_word(python):
-    assert not warnings_of_drafts("--sglang-speculative-algorithm", "NGRAM", sglang_python=str(python))
-    pytest.importorskip("megatron.core")
-    words = ["--sglang-speculative-algorithm", "EAGLE"]
-    megatron = dict(sglang_python=str(python), train_backend="megatron")
-    assert "--enable-mtp-training" in warnings_of_drafts(*words, **megatron)[0]
-    assert not warnings_of_drafts(*words, "--enable-mtp-training", **megatron)

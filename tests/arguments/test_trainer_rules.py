@@ -54,6 +54,10 @@ from argument_helpers import parse
             "--tensor-model-parallel-size 2 x --context-parallel-size 1 does not divide the 1 trainer ranks",
         ),
         (
+            {"context_parallel_size": 2, "actor_num_gpus_per_node": 2, "share_prefix": True},
+            "--share-prefix with --context-parallel-size 2: shared prefixes are computed on one rank",
+        ),
+        (
             {
                 "context_parallel_size": 2,
                 "actor_num_gpus_per_node": 2,

@@ -42,7 +42,7 @@ def test_missing_packages_are_named_at_parse_time(installed):
     with pytest.raises(ValueError, match=r"checksum blake3 needs the package blake3.*use .*adler32"):
         parse(update_weight_mode="delta", update_weight_delta_checksum="blake3")
     installed.discard("xxhash")
-    with pytest.raises(ValueError, match=r"needs the package xxhash.*pip install 'slime\[delta\]'"):
+    with pytest.raises(ValueError, match=r"needs the package xxhash.*pip install 'slime-rl\[delta\]'"):
         parse(update_weight_mode="delta")
     assert parse(update_weight_mode="delta", update_weight_delta_checksum="adler32")
     installed.discard("zstandard")

@@ -28,7 +28,7 @@ def test_flags_of_its_command_line(missing):
         )
     told = str(caught.value)
     assert "--swiglu, --num-layers, --moe-layer-freq and 1 more are settings of Megatron's" in told
-    assert "pip install 'slime[megatron]'" in told and "unknown" not in told
+    assert "pip install 'slime-rl[megatron]'" in told and "unknown" not in told
 
 
 def test_keys_of_a_file_and_every_other_mistake_in_it(tmp_path):

@@ -60,7 +60,7 @@ def test_moments_that_are_not_read_start_from_zero_while_the_schedule_goes_on(mo
 def test_a_checkpoint_without_moments_goes_on_without_them(model, tmp_path):
     backend = backend_of(model, no_save_optim=True)
     backend.save(tmp_path)
-    with pytest.raises(ValueError, match="go on with --no-load-optim"):
+    with pytest.raises(ValueError, match="resume with --no-load-optim"):
         backend_of(model).load(tmp_path)
     backend_of(model, no_load_optim=True).load(tmp_path)
 

@@ -51,7 +51,7 @@ def make_moe(path, *, experts: int = 4, **changes):
 
 
 def settings(model, **changes):
-    values = dict(optimizer="sgd", lr=0.1, weight_decay=0.0, router_aux_loss_coef=0.5)
+    values = dict(optimizer="sgd", lr=0.1, weight_decay=0.0)
     return trainer_args(model, **(values | changes))
 
 
@@ -106,69 +106,6 @@ def test_experts_take_the_same_steps_however_they_are_spread(world, matrix):
         for key, value in reference["metrics"].items():
             if not key.startswith("perf/"):
                 assert outcome["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), f"{name}: {key}"
-
-
-@pytest.fixture
-def alone():
-    init_process_group()
-    yield
-    dist.destroy_process_group()
-
-
-def one_step(model, **changes):
-    args = settings(model, **changes)
-    backend = create_backend(args, rank=0, world_size=1, device="cpu")
-    before = {name: p.data.clone() for name, p in backend.model.lm.named_parameters()}
-    metrics = take_step(backend, args)
-    return metrics, {name: p.data - before[name] for name, p in backend.model.lm.named_parameters()}
-
-
-def test_the_balance_loss_moves_the_router_down_its_own_gradient(world, alone):
-    """The step with the loss less the step without it is its gradient, which a plain model gives too."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
-
-    _, model, _ = world
-    changes = dict(clip_grad=0.0, dtype="float32")
-    metrics, with_loss = one_step(model, **changes)
-    _, without = one_step(model, router_aux_loss_coef=0.0, **changes)
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    args = settings(model)
-    batch = samples_to_batch(args, random_samples(3, 3))
-    total = 0.0
-    for tokens in batch["tokens"]:
-        routes = [
-            logits
-            for logits in lm(tokens[None], output_router_logits=True).router_logits
-            if logits is not None
-        ]
-        losses = [load_balancing_loss_func((logits,), 4, 2) for logits in routes]
-        total = total + sum(losses) / len(losses) / len(batch["tokens"])
-    assert metrics["train/moe_aux_loss"] == pytest.approx(total.item(), rel=1e-5)
-    (0.5 * total).backward()
-    for name in (
-        "model.layers.0.mlp.gate.weight",
-        "model.layers.2.mlp.gate.weight",
-        "model.embed_tokens.weight",
-    ):
-        gradient = dict(lm.named_parameters())[name].grad
-        torch.testing.assert_close(with_loss[name] - without[name], -0.1 * gradient, rtol=1e-3, atol=2e-6)
-
-
-def test_a_config_that_asks_for_the_loss_gets_it_and_others_do_not(tmp_path, alone):
-    asks = make_moe(tmp_path / "asks", output_router_logits=True, router_aux_loss_coef=0.25)
-    metrics, _ = one_step(asks, router_aux_loss_coef=None)
-    assert metrics["train/moe_aux_loss"] >= 2.0 - 1e-5
-    metrics, _ = one_step(make_moe(tmp_path / "silent"), router_aux_loss_coef=None)
-    assert "train/moe_aux_loss" not in metrics
-
-
-def test_models_without_routers_and_split_samples_are_refused_with_the_reason(tmp_path, alone):
-    from tiny_model import make_tiny_model
-
-    dense = make_tiny_model(tmp_path / "dense")
-    with pytest.raises(ValueError, match=r"--router-aux-loss-coef is 0\.5, but qwen3 has no router"):
-        create_backend(settings(dense), rank=0, world_size=1, device="cpu")
 
 
 def test_experts_that_cannot_be_shared_out_evenly_are_refused(tmp_path):

@@ -12,8 +12,8 @@ from slime.backends.attention import packed_documents
 from slime.backends.attention.documents import PackedDocuments
 from slime.backends.attention.packed_documents import (
     OPERATORS,
-    _varlen_attention,
     packed_attention,
+    varlen_attention,
 )
 from slime.backends.attention.trial import why_wrong
 from slime.backends.fsdp import create_backend
@@ -46,7 +46,6 @@ def train(backend, args, samples):
 
 @pytest.mark.parametrize("lengths", [[5, 300, 17, 64, 1], [5, 4500, 17, 4096, 4095, 64, 5000], [4700]])
 def test_variable_length_attention_matches_grouped_sdpa(lengths):
-    assert _varlen_attention() is not None
     torch.manual_seed(0)
     heads = [torch.randn(sum(lengths), n, 64, device="cuda", requires_grad=True) for n in (8, 2, 2)]
     documents = PackedDocuments.from_lengths(lengths).to(torch.device("cuda"))
@@ -78,9 +77,8 @@ def test_a_chunk_sees_the_prefix_of_its_document():
     )
     cu = torch.tensor([0, 40], dtype=torch.int32, device="cuda")
     cu_query = torch.tensor([0, 10], dtype=torch.int32, device="cuda")
-    attend = _varlen_attention()
-    whole = attend(query, key, value, cu, cu, 64, 64, 0.2)
-    tail = attend(query[30:], key, value, cu_query, cu, 64, 64, 0.2)
+    whole = varlen_attention(query, key, value, cu, cu, 64, 64, 0.2)
+    tail = varlen_attention(query[30:], key, value, cu_query, cu, 64, 64, 0.2)
     torch.testing.assert_close(tail, whole[30:], rtol=0.02, atol=0.02)
 
 
@@ -106,7 +104,6 @@ def test_compiled_layers_train_like_plain_ones(model, checkpointing):
 def test_the_first_pass_may_be_one_of_recomputed_layers(model, monkeypatch):
     """How to attend is tried out within it: nothing of the trial belongs to the layer."""
     monkeypatch.setattr(packed_documents, "_CHOSEN", {})
-    monkeypatch.setattr(packed_documents, "_VARLEN", [])
     changes = dict(compile=False, activation_checkpointing="full", loss_type="sft_loss")
     args = trainer_args(model, dtype="bfloat16", micro_batch_size=4, **changes)
     backend = create_backend(args, rank=0, world_size=1, device="cuda:0")

@@ -40,15 +40,7 @@ VARIANTS = {
     "teacher": dict(
         use_opd=True, opd_type="trainer", opd_kl="full", opd_teacher_load="wide", micro_batch_size=4
     ),
-    "weights over the step": dict(
-        use_tis=True, tis_batch_normalize=True, tis_level="sequence", micro_batch_size=2
-    ),
-    "tokens of high covariance": dict(
-        policy_loss_type="kl_cov",
-        policy_loss_args={"kl_cov_ratio": 0.2},
-        micro_batch_size=4,
-        global_batch_size=8,
-    ),
+    "weights of samples": dict(use_tis=True, tis_level="sequence", micro_batch_size=2),
 }
 
 

@@ -51,24 +51,6 @@ def test_a_model_that_comes_from_elsewhere_has_its_values_here_and_its_ties():
     assert model[0].weight.data_ptr() == host._places[model[0].weight].data_ptr()
 
 
-def test_reserved_blocks_are_taken_first_and_a_refused_one_is_asked_for_again(monkeypatch):
-    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 4096)
-    made = []
-
-    def counting(nbytes):
-        made.append(nbytes)
-        if len(made) == 2:
-            raise RuntimeError("no room")
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    monkeypatch.setattr(host_memory, "_locked", counting)
-    host = HostMemory()
-    host.reserve([4096, 4096, 100, 9000])  # three blocks; what is larger than one is no block
-    kept = [host.keep(i, torch.full((512,), float(i), dtype=torch.float64)) for i in range(4)]
-    assert all(bool((tensor == i).all()) for i, tensor in enumerate(kept))
-    assert len(made) == 5  # three reserved, the refused one again, and the fourth
-
-
 def test_memory_locked_ahead_comes_in_whole_blocks_and_only_where_there_is_room(monkeypatch):
     made = []
     monkeypatch.setattr(host_memory, "_locked", made.append)

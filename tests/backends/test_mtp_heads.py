@@ -8,7 +8,7 @@ from tiny_model import make_tiny_model
 from trainer_helpers import trainer_args
 
 from slime.backends.fsdp import create_backend
-from slime.backends.shared.mtp_heads import is_mtp_head, unbuilt_heads
+from slime.backends.shared.hf_folder import is_mtp_head, unbuilt_heads
 
 
 @pytest.mark.parametrize(

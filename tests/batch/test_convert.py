@@ -98,8 +98,8 @@ def test_metadata_and_shown_rewards_travel():
         (lambda: [sample(float("nan"), index=7)], "reward of sample 7 .* nan"),
         (lambda: [sample(None, reward_failure=invalid("no answer"))], "invalid: no answer"),
         (lambda: [sample({"acc": 1.0})], "--reward-key"),
-        (lambda: [sample(1.0, loss_mask=[1, 1, 1])], "loss_mask has 3 entries for 2 response tokens"),
-        (lambda: [sample(1.0, loss_mask=[1, 2])], "loss_mask holds 2 in sample"),
+        (lambda: [sample(1.0, loss_mask=[1, 1, 1])], "loss_masks has 3 entries for 2 response tokens"),
+        (lambda: [sample(1.0, loss_mask=[1, 2])], "loss_mask holds 2:"),
         (lambda: [sample(1.0, loss_mask=[0.5, 1])], "loss_mask holds 0.5"),
         (lambda: [sample(1.0, rollout_log_probs=[0.0])], "rollout_log_probs has 1 entries for 2"),
         (
@@ -107,10 +107,13 @@ def test_metadata_and_shown_rewards_travel():
             "1 of 2 samples have no rollout_log_probs",
         ),
         (lambda: [sample(1.0, rollout_log_probs=[0.0, float("inf")])], "NaN or inf"),
-        (lambda: [Sample(tokens=[1, 2], response_length=2, reward=1.0)], "at least one prompt token"),
         (
-            lambda: [Sample(index=3, reward=1.0, generate_function_path="mine.generate")],
-            r"sample 3 \(group None, returned by --custom-generate-function-path mine.generate\) has",
+            lambda: [Sample(tokens=[1, 2], response_length=2, reward=1.0, group_index=0)],
+            "at least one prompt token",
+        ),
+        (
+            lambda: [Sample(index=3, group_index=0, reward=1.0)],
+            "sample 3 of the rollout has response length 0 but 0 tokens",
         ),
         (lambda: [sample(1.0, group=None)], "no group_index"),
         (lambda: [], "no samples"),

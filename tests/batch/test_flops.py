@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from slime.batch.flops import ModelShape, Stream, forward_flops, pass_flops
+from slime.batch.flops import ModelShape, Stream, pass_flops
 
 SIZES = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=96)
 EXPERTS = dict(moe_intermediate_size=24, num_experts_per_tok=2)
@@ -101,13 +101,14 @@ def test_attention_is_counted_for_each_pair_of_a_causal_mask():
     length, heads, width = 64, 4, 8
     pairs = length * length / 2
     scores_and_values = 3 * heads * 2 * (width + width) * pairs
-    assert forward_flops(shape, length) == 2 * shape.matrices * length + scores_and_values
+    stream = Stream.of(torch.arange(length), length)
+    assert pass_flops(shape, stream) == 2 * shape.matrices * length + scores_and_values
 
 
 def test_a_document_whose_tokens_are_all_predicted_costs_a_forward_pass():
     shape = ModelShape(matrices=1000, attention=10, output=300)
     assert Stream.of(torch.arange(64), 64) == Stream(64, 64 * 64, 64)
-    assert pass_flops(shape, Stream.of(torch.arange(64), 64)) == forward_flops(shape, 64)
+    assert pass_flops(shape, Stream.of(torch.arange(64), 64)) == 2 * 1000 * 64 + 10 * 64 * 64
 
 
 def test_the_output_matrix_is_counted_where_tokens_are_predicted():

@@ -93,27 +93,11 @@ def test_train_help_has_every_flag_under_its_subject(capsys, monkeypatch):
     assert max(len(line) for line in shown.splitlines()) <= 119
 
 
-@pytest.mark.parametrize("words, has", [(["reward", "dict"], "--reward-key"), (["EPS_clip"], "--eps-clip")])
-def test_train_help_shows_the_flags_that_mention_words(capsys, words, has):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "--rollout-batch-size", "4", "--help", *words])
-    shown = capsys.readouterr().out
-    assert stop.value.code == 0 and f"  {has} " in shown and "--rollout-batch-size" not in shown
-
-
-def test_train_help_of_a_word_that_no_flag_mentions(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "--help", "rewrd"])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "error: no flag mentions rewrd. --help alone lists all.\n"
-
-
-def test_misspelt_flag_is_told_with_all_that_is_missing_and_exit_code_2():
+def test_misspelt_flag_is_told_before_what_is_missing_and_exit_code_2():
     done = run("train", "--rollout-batch-sise", "4")
     assert done.returncode == 2
     assert "unknown flag --rollout-batch-sise; did you mean --rollout-batch-size?\n" in done.stderr
-    assert "--rollout-batch-size is required" not in done.stderr  # it was meant, and is told of already
-    assert "--hf-checkpoint is required" in done.stderr and "Traceback" not in done.stderr
+    assert "is required" not in done.stderr and "Traceback" not in done.stderr
     assert done.stdout == ""
 
 
@@ -224,4 +208,4 @@ sys.argv = ["slime", "--version"]
 sys.exit(main())
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines()[-1] == "False True"
+    assert ended.stdout.splitlines()[-1] == "True True"

@@ -8,7 +8,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_disk import mounted
 
 from slime.cli.main import main
 from slime.utils.models.fp8_blocks import dequantize_blocks
@@ -148,28 +147,6 @@ def test_existing_output_and_wrong_folders_are_refused(tmp_path, capsys):
     assert (full / "notes.txt").read_text() == "mine" and not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("what", ["dist-to-hf", "hf-to-fp8"])
-def test_a_disk_that_is_full_is_one_line_and_gets_its_room_back(tmp_path, capsys, what):
-    model, saved = make_model(tmp_path / "model"), str(tmp_path / "dist")
-    if what == "dist-to-hf":
-        assert main(["convert", "hf-to-dist", "--hf-checkpoint", model, "--save", saved]) == 0
-    load = ["--load", saved] if what == "dist-to-hf" else []
-    with mounted(tmp_path / "disk", "size=16k") as disk:
-        with pytest.raises(SystemExit) as stopped:
-            main(["convert", what, *load, "--hf-checkpoint", model, "--save", str(disk / "new")])
-        assert not any(disk.iterdir())
-    assert stopped.value.code == 1
-    assert f"error: --save {disk}/new was not written: the disk is full" in capsys.readouterr().err
-
-
-def test_a_disk_that_cannot_be_written_to_is_one_line(tmp_path, capsys):
-    model = make_model(tmp_path / "model")
-    with mounted(tmp_path / "disk", "ro") as disk, pytest.raises(SystemExit) as stopped:
-        main(["convert", "hf-to-dist", "--hf-checkpoint", model, "--save", str(disk / "new")])
-    assert stopped.value.code == 1
-    assert f"--save {disk}/new was not written: it is read-only" in capsys.readouterr().err
-
-
 def test_model_without_one_of_its_tensors_is_refused_by_name(tmp_path, capsys):
     model = make_model(tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
@@ -224,16 +201,3 @@ def test_fp8_of_an_fp8_folder_or_over_another_is_refused(tmp_path, capsys):
     assert "is there already" in fails(words, capsys)
     again = ["hf-to-fp8", "--hf-checkpoint", str(tmp_path / "fp8"), "--save", str(tmp_path / "x")]
     assert "is quantised already (fp8)" in fails(again, capsys)
-
-
-def test_tensor_that_the_index_promises_and_no_file_has_is_named(tmp_path, capsys):
-    model = make_model(tmp_path / "model", shards="20KB")
-    file = sorted((tmp_path / "model").glob("*.safetensors"))[0]
-    tensors = load_file(file)
-    lost = sorted(tensors)[0]
-    save_file({name: tensor for name, tensor in tensors.items() if name != lost} | {"x": torch.ones(1)}, file)
-    words = ["hf-to-fp8", "--hf-checkpoint", model, "--save", str(tmp_path / "fp8")]
-    assert lost in fails(words, capsys)
-    file.unlink()
-    assert f"names {file.name}, which is not there" in fails(words, capsys)
-    assert not (tmp_path / "fp8").exists()

@@ -25,8 +25,15 @@ def test_page_is_current(name):
 
 def test_every_flag_and_plug_in_has_an_entry():
     pages = docs.pages()
-    assert [s.option for s in all_specs().values() if f"\n- `{s.option}` (" not in pages["flags.md"]] == []
+    tables = pages["flags.md"].partition("\n## Essentials")[2].partition("\n## ")[2]
+    assert [s.option for s in all_specs().values() if f"\n| `{s.option}`" not in tables] == []
     assert [p.option for p in PLUGIN_POINTS if f"\n- `{p.option}`, " not in pages["plugins.md"]] == []
+
+
+def test_every_group_of_flags_belongs_to_one_task():
+    groups = {spec.group for spec in all_specs().values()}
+    named = [name for names in docs.TASKS.values() for name in names]
+    assert [g for g in groups if sum(g.startswith(name) for name in named) != 1] == []
 
 
 def test_essential_flags_have_examples_that_are_values():

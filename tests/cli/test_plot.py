@@ -5,6 +5,7 @@ import json
 import pytest
 
 from slime.cli.main import main
+from slime.utils.files.run_file import RunRecord, Start, write_run
 
 
 @pytest.fixture
@@ -79,3 +80,23 @@ def test_of_evaluations_the_scores_are_shown_unless_more_is_asked_for(tmp_path, 
     assert "eval/held" in out and "response_len" not in out
     assert main(["plot", str(tmp_path), "-m", "eval/*"]) == 0
     assert "eval/held/response_len/mean" in capsys.readouterr().out
+
+
+def test_runs_that_differ_by_their_seed_are_one_curve(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for seed, lr in ((1, 0.1), (2, 0.1), (1, 0.5)):
+        folder = tmp_path / f"lr={lr},seed={seed}"
+        settings = {"lr": lr, "seed": seed, "run_dir": str(folder), "save": f"{folder}/checkpoints"}
+        folder.mkdir()
+        sourced = {name: {"value": value, "source": "default"} for name, value in settings.items()}
+        write_run(folder, RunRecord("id", folder.name, Start("now", sourced, {}, {})))
+        row = {"step": 0, "step_key": "rollout/step", "rollout/raw_reward": float(seed)}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert main(["plot", *names]) == 0
+    out = capsys.readouterr().out
+    assert "lr=0.1 (2 seeds)" in out and "1.5 -> 1.5 ± 0.71" in out and "lr=0.5,seed=1" in out
+    assert main(["plot", *names, "--each"]) == 0
+    assert "seeds)" not in capsys.readouterr().out
+    pytest.importorskip("matplotlib")
+    assert main(["plot", *names, "--out", "p.png"]) == 0

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from slime.cli.quickstart import command
+from slime.cli.quickstart.command import opened, set_aside
 from slime.cli.quickstart.display import Screen
-from slime.cli.quickstart.folder import opened, set_aside
 from slime.cli.quickstart.two_runs import RECIPES
 from slime.utils.errors import FolderTaken
 
@@ -99,7 +99,7 @@ def snapshot(folder):
         ("--custom-rm-path", "nowhere.reward"),
         ("--runtime", "moon"),
         ("--config", "nowhere.yaml"),
-        ("--skip-eval-before-train",),
+        pytest.param(("--skip-eval-before-train",), marks=pytest.mark.slow),
         ("--eval-interval", "1000"),
         ("stray",),
         ("--print-config",),

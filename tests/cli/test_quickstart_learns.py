@@ -44,7 +44,6 @@ def test_the_quick_start_learns_to_sort(tmp_path):
     assert summary["weight_pushes"] == summary["num_steps"] + 1
     assert summary["num_samples"] == summary["num_steps"] * 32 * 16
     assert "choice among known behaviours" in " ".join(shown.split())
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     mine = str(tmp_path)
     eventually(
         lambda: not any(mine in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from slime.cli.quickstart.display import Screen, ShownPhase
-from slime.cli.quickstart.outcome import draw_plot, read_outcome, summarise, write_summary
+from slime.cli.quickstart.display import Screen
+from slime.cli.quickstart.outcome import read_outcome, summarise, write_summary
 from slime.cli.quickstart.tasks import SORT_DIGITS, Problem, write_data
 from slime.cli.quickstart.two_runs import RECIPES
+from slime.observability.terminal.progress import Progress
 from slime.record import Entry, RecordWriter
 from slime.utils.types import Sample
 
@@ -99,11 +100,6 @@ def test_the_summary_holds_what_was_measured(run_dir, tmp_path):
     assert expected.items() <= stored.items()
 
 
-def test_the_plot_is_a_png(run_dir):
-    draw_plot(read_outcome(run_dir, QUESTIONS), run_dir / "curve.png", title="test")
-    assert (run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_report_shows_numbers_answers_and_honest_words(run_dir):
     screen, output = plain_screen()
     screen.show_outcome(read_outcome(run_dir, QUESTIONS), SORT_DIGITS, num_held_out=512, control=None)
@@ -123,7 +119,7 @@ def test_the_report_of_a_control_says_whether_accuracy_rose_without_the_reward(r
 
 def test_without_a_terminal_progress_is_plain_lines(tmp_path):
     screen, output = plain_screen()
-    phase = ShownPhase("RL", 2, "rollout/raw_reward", "reward")
+    phase = Progress(2, "RL", "rollout/raw_reward", "reward", done_key="rollout/raw_reward")
     with screen.following(phase, tmp_path / "metrics.jsonl"):
         write_lines(tmp_path / "metrics.jsonl", RECORDS)
     lines = output.getvalue().splitlines()
@@ -135,7 +131,7 @@ def test_without_a_terminal_progress_is_plain_lines(tmp_path):
 def test_on_a_terminal_the_line_shows_the_latest_reward(tmp_path):
     output = io.StringIO()
     screen = Screen(Console(file=output, force_terminal=True, width=100))
-    phase = ShownPhase("RL", 2, "rollout/raw_reward", "reward")
+    phase = Progress(2, "RL", "rollout/raw_reward", "reward", done_key="rollout/raw_reward")
     with screen.following(phase, tmp_path / "metrics.jsonl"):
         write_lines(tmp_path / "metrics.jsonl", RECORDS)
     assert "reward 0.750" in output.getvalue() and "held-out 100.0%" in output.getvalue()
@@ -144,14 +140,17 @@ def test_on_a_terminal_the_line_shows_the_latest_reward(tmp_path):
 def test_a_quiet_one_shows_no_progress(tmp_path):
     output = io.StringIO()
     screen = Screen(Console(file=output, force_terminal=True, width=100), quiet=True)
-    with screen.following(ShownPhase("RL", 2, "rollout/raw_reward", "reward"), tmp_path / "metrics.jsonl"):
+    with screen.following(
+        Progress(2, "RL", "rollout/raw_reward", "reward", done_key="rollout/raw_reward"),
+        tmp_path / "metrics.jsonl",
+    ):
         write_lines(tmp_path / "metrics.jsonl", RECORDS)
     assert output.getvalue() == ""
 
 
 def test_a_failing_run_is_not_swallowed_and_leaves_no_thread(tmp_path):
     screen, _ = plain_screen()
-    phase = ShownPhase("RL", 2, "x", "x")
+    phase = Progress(2, "RL", "x", "x", done_key="x")
     with (
         pytest.raises(RuntimeError, match="engine died"),
         screen.following(phase, tmp_path / "metrics.jsonl"),

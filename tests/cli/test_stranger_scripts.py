@@ -24,7 +24,11 @@ AS_SCRIPT = ("-c", "import sys; from slime.cli.main import main; sys.exit(main()
 
 @pytest.mark.parametrize(
     "command, form, here",
-    [("train", AS_MODULE, True), ("train", AS_SCRIPT, False), ("train-async", AS_MODULE, True)],
+    [
+        ("train", AS_MODULE, True),
+        pytest.param("train", AS_SCRIPT, False, marks=pytest.mark.slow),
+        ("train-async", AS_MODULE, True),
+    ],
 )
 def test_a_strangers_train_py_is_never_imported(tmp_path, command, form, here):
     for name in ("train.py", "train_async.py"):

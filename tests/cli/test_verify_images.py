@@ -1,15 +1,14 @@
-"""`slime verify-model` compares vision-language models with both towers."""
+"""`slime verify-model` names what compares vision-language models."""
 
-import pytest
-from tiny_vision import FAMILIES, make_vision_folder
+from tiny_vision import make_vision_folder
 
 from slime.cli.verify_model import main
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_with_images_are_verified(tmp_path, family, capsys):
-    folder = make_vision_folder(tmp_path / "m", family)
-    assert main(["--hf-checkpoint", str(folder)]) == 0
-    out = capsys.readouterr().out
-    assert "log-probs" in out and "all agree" in out
-    assert main(["--hf-checkpoint", str(folder), "--tolerance", "1e-12"]) == 1
+def test_a_family_with_images_is_refused_by_name(tmp_path, capsys):
+    folder = make_vision_folder(tmp_path / "m", "qwen3_vl")
+    try:
+        code = main(["--hf-checkpoint", str(folder)])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2 and "is a qwen3_vl: this command compares text models" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from tiny_model import make_tiny_model
 from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cluster.serving.engine_host import HostedEngine, host_engine
 from slime.cluster.serving.served_model import make_servers
-from slime.engines.engine_process import EngineStartError, LaunchPlan
+from slime.engines.engine_process import LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.liveness import waits
 from slime.runtime.base import WorkerSpec
@@ -26,6 +26,7 @@ from slime.runtime.local import LocalRuntime
 from slime.runtime.placement import Machine, Placement, Slot, cores_each, plan_placement
 from slime.utils import http_utils
 from slime.utils.async_utils import run
+from slime.utils.errors import RunStopped
 from slime.utils.machine import shm
 from slime.utils.machine.run_identity import Run
 from slime.wire.control import EngineControl
@@ -129,9 +130,7 @@ def test_an_engine_comes_back_on_its_machine_and_all_are_gone_at_the_end(engines
 
 def test_what_an_engine_last_said_comes_from_its_machine(engine):
     engine.mood.write_text("dies")
-    with pytest.raises(
-        EngineStartError, match=r"(?s)engine-0 ended with code 1; last lines of .*folder is empty"
-    ):
+    with pytest.raises(RunStopped, match=r"(?s)engine-0 ended with code 1; last lines of .*folder is empty"):
         engine.start()
 
 
@@ -280,5 +279,5 @@ def test_a_host_that_starts_no_process_within_the_deadline_is_named_with_the_fla
 
     plan = LaunchPlan("engine-0", lambda *_: [], {}, tmp_path / "log", 60.0, host="10.0.0.9")
     engine = HostedEngine(plan, lambda port: SlowHost(), answer_s=5.0)
-    with pytest.raises(EngineStartError, match=r"10.0.0.9 did not start a process within 5 s.*--timeouts"):
+    with pytest.raises(RunStopped, match=r"10.0.0.9 did not start a process within 5 s.*--timeouts"):
         engine.launch()

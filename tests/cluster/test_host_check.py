@@ -64,9 +64,9 @@ def test_a_host_that_shares_nothing_is_named_with_every_folder_and_both_ways_out
         check_hosts(args, AnotherHost(world, tmp_path / "nothing"), checkpoint_of(args))
     told = str(raised.value)
     assert "Host host1 (10.0.0.2) does not see all files of this run:" in told
-    for flag in ("--run-dir", "--save", "--load", "--hf-checkpoint", "--prompt-data", "--custom-rm-path"):
+    for flag in ("--run-dir", "--save", "--load", "--hf-checkpoint"):
         assert f"\n  {flag}: {tmp_path / 'nothing'}" in told, flag
-    assert "evaluation data" in told and "config.json: there is no such file" in told
+    assert "config.json: there is no such file" in told
     assert "a folder that all hosts share" in told
     assert "A copy on each host, under the same path, is enough for all but --run-dir, --save." in told
 

@@ -50,7 +50,7 @@ def test_nothing_in_flight_leaves_nothing(tmp_path):
 
 def test_a_rollout_that_fails_does_not_cost_the_checkpoint_of_the_one_before(tmp_path, caplog):
     assert read_in_flight(checkpoint_with(tmp_path, Failed())) is None
-    assert "rollout 5 failed (the engines are gone): the checkpoint is written without it" in caplog.text
+    assert "Rollout 5 failed (the engines are gone): the checkpoint is written without it" in caplog.text
 
 
 def test_a_batch_that_cannot_be_stored_is_named_and_left_out(tmp_path, caplog):
@@ -63,7 +63,7 @@ def test_a_batch_of_another_rollout_is_refused(tmp_path):
     source = checkpoint_with(tmp_path / "a", Ready(GENERATED), rollout_id=3)
     target = checkpoint_with(tmp_path / "b", Ready(GENERATED), rollout_id=4)
     (target.path / "in_flight.msgpack").write_bytes((source.path / "in_flight.msgpack").read_bytes())
-    with pytest.raises(ValueError, match=r"in_flight.msgpack is not of the rollout after"):
+    with pytest.raises(ValueError, match=r"in_flight.msgpack does not belong to the rollout after"):
         read_in_flight(target)
 
 

@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_ends_the_run_with_its_name():
 
     recovery = Recovery(2, FakeRanks(["trainer-0"]), FakeRuntime(), replay, restore, lambda restart: None)
     recovery.handle_loss(WorkerDied("gone"), 4)
-    with pytest.raises(RunStopped, match=r"step_0000003 is damaged.*takes the checkpoint before it"):
+    with pytest.raises(RunStopped, match=r"step_0000003 is damaged.*resumes from the checkpoint before"):
         recovery.run(4, lambda: 7)
 
 

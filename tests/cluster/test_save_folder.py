@@ -126,7 +126,7 @@ def test_a_new_run_does_not_write_into_the_checkpoints_of_another(tmp_path):
         ValueError, match=r"holds checkpoints of an earlier run .*rollouts 7.*--load .*another folder"
     ):
         open_save_folder(saving(tmp_path))
-    with pytest.raises(ValueError, match="go on with it without --finetune"):
+    with pytest.raises(ValueError, match="resume it without --finetune"):
         open_save_folder(saving(tmp_path, load=str(tmp_path), finetune=True))
     open_save_folder(saving(tmp_path, load=f"{tmp_path}/../{tmp_path.name}")).release()
 
@@ -306,7 +306,7 @@ def test_a_folder_of_the_user_in_the_place_of_a_model_to_come_is_told_at_the_sta
     (tmp_path / "hf-2").mkdir()
     open_model_folder(args)
     (tmp_path / "hf-2" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"--save-hf .*hf-2 is there and holds no model"):
+    with pytest.raises(ValueError, match=r"--save-hf .*hf-2 exists and holds no model"):
         open_model_folder(args)
     assert (tmp_path / "hf-2" / "thesis.tex").exists()
 
@@ -316,15 +316,13 @@ def test_a_model_is_replaced_only_by_the_run_that_wrote_it(tmp_path, name):
     (tmp_path / "hf-3").mkdir()
     (tmp_path / "hf-3" / "config.json").write_text("{}")
     args = saving(tmp_path / "save", save_hf=str(tmp_path / name), run_dir=str(tmp_path / "run"))
-    with pytest.raises(
-        ValueError, match=r"--save-hf .*hf-3 is there and holds a model that this run did not"
-    ):
+    with pytest.raises(ValueError, match=r"--save-hf .*hf-3 exists and holds a model that this run did not"):
         open_model_folder(args)
     write_checkpoint(tmp_path / "save", Manifest(3, "run", 1), {}, lambda path: path.mkdir(), 0)
     args.load = args.save
     open_model_folder(args)
     args.hf_checkpoint = str(tmp_path / "hf-3")
-    with pytest.raises(ValueError, match=r"--save-hf .*hf-3 is there and holds a model"):
+    with pytest.raises(ValueError, match=r"--save-hf .*hf-3 exists and holds a model"):
         open_model_folder(args)
 
 

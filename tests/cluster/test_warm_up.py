@@ -189,37 +189,20 @@ def test_a_failure_is_left_to_those_who_load_the_model(tmp_path, caplog):
 
 
 def test_a_colocated_trainer_warms_up_while_engines_start():
-    warmed = threading.Event()
     order = []
 
     class Ranks:
         def warm_up(self):
             order.append("warm up")
-            warmed.set()
 
         def load(self, folder):
             order.append("load")
             return "trainer"
 
-        def describe(self):
-            return ""
-
-    class Rollout:
-        def result(self, deadline_s=None):
-            assert warmed.wait(30)
-            return "facts"
-
-        def done(self):
-            return True
-
-        def add_done_callback(self, function):
-            function(self)
-
     room = types.SimpleNamespace(make_room=lambda: order.append("room"))
     found = parts._load_both(
         types.SimpleNamespace(colocate=True),
-        (Ready(None), Rollout()),
-        1,
+        (Ready(None), Ready("facts")),
         Ranks(),
         None,
         room,

@@ -8,7 +8,6 @@ import aiohttp
 import pytest
 from engine_under_test import CONTEXT, VOCAB, largest_difference, met, plain_log_probs
 
-from slime.rollout.generation.concurrency import EngineLoad, read_loads
 from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
@@ -359,12 +358,6 @@ def test_loads_count_running_and_waiting(engine):
         return await engine.control.load()
 
     assert engine.meet(look) == (0, 0)
-
-
-def test_loads_tell_of_retractions_where_adaptive_concurrency_looks_for_them(engine):
-    answer = run(http_utils.get(f"{engine.url}/v1/loads?include=core,queues"))
-    assert answer["loads"][0]["queues"]["retracted"] == 0
-    assert run(read_loads([engine.url])) == EngineLoad(running=0, waiting=0, retracted=0)
 
 
 # -- abort and pause -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from stage_ranks import StageRanks
 
 from slime.engines.balancer import Balancer
 from slime.engines.engine_process import LaunchPlan
+from slime.engines.fleet import WatchPolicy
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.liveness.waits import until
 from slime.rollout.sglang_rollout import generate_rollout
@@ -234,7 +235,9 @@ def make_router(fleet, folder) -> SGLangRouter:
     if not python.exists():
         pytest.skip("there is no router: `make sglang-env`")
     command = router_command(str(python), "round_robin")
-    router = SGLangRouter(LaunchPlan("router", command, {}, folder / "router.log", 120.0))
+    router = SGLangRouter(
+        LaunchPlan("router", command, {}, folder / "router.log", 120.0), WatchPolicy(5, 600.0)
+    )
     for server in fleet.servers:
         router.enroll(server)
     return router
@@ -323,11 +326,11 @@ def test_the_real_router_serves_a_rollout_and_knows_its_workers_again_after_a_ki
         args = rollout_args(tmp_path, port, fleet.urls)
         source = make_source(args)
         assert len(flatten_samples(generate_rollout(args, 0, source).samples)) == 8
-        psutil.Process(router.pid).children()[0].kill()
+        psutil.Process(router._server.pid).children()[0].kill()
         # The next rollout begins while the router is away: its requests wait for it.
         samples = flatten_samples(generate_rollout(args, 1, source).samples)
         assert len(samples) == 8 and all(s.rollout_log_probs for s in samples)
-        assert router.num_restarts == 1
+        assert router._watched.num_restarts == 1
         assert_conserved(source)
     finally:
         router.stop()
@@ -349,14 +352,14 @@ def test_the_real_router_killed_under_load_loses_no_sample(servers, tmp_path):
         source = make_source(args)
         thread, results = in_thread(lambda: generate_rollout(args, 0, source))
         wait_for_requests(fleet.urls)
-        psutil.Process(router.pid).children()[0].kill()
+        psutil.Process(router._server.pid).children()[0].kill()
         thread.join(300)
         assert results, "the rollout failed"
         samples = flatten_samples(results[0].samples)
         assert len(samples) == 8 and all(
             s.response_length == 480 == len(s.rollout_log_probs) for s in samples
         )
-        assert router.num_restarts == 1
+        assert router._watched.num_restarts == 1
         assert_conserved(source)
     finally:
         router.stop()

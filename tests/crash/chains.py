@@ -70,7 +70,7 @@ MORE_WEIGHTS = {"SGLang behind its router": {"router": 3}}
 CONSERVES_ONLY = ("SGLang behind its router",)
 REWARD = '''
 """The share of letters 'a', different between samples; a comparison in a worker process is part of it."""
-from slime.rollout.rm_hub.workers.checks import check
+from slime.rollout.rm_hub.hub import check
 
 
 async def reward(args, sample, **kwargs):

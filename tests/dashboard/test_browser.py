@@ -6,17 +6,30 @@ import os
 import random
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
-from page_world import HOSTILE, START, make_run, make_sample, metric_lines, serving
+from page_world import HOSTILE, START, make_agent_run, make_run, make_sample, metric_lines, serving
 
+from slime.liveness.wait_table import WaitRow, write_table
 from slime.record import RecordWriter, group_entries
 from slime.utils.files.folder_lock import FolderLock
 
 pytestmark = pytest.mark.browser
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: `make test-browser`")
-VIEWS = ("overview", "curves", "samples", "prompts", "timeline", "waste", "settings", "logs", "actions")
+VIEWS = (
+    "overview",
+    "runs",
+    "curves",
+    "samples",
+    "prompts",
+    "timeline",
+    "waste",
+    "settings",
+    "logs",
+    "actions",
+)
 PATIENCE_MS = 60_000
 ROOT = Path(__file__).parent.parent.parent
 STEPS = int(os.environ.get("PAGE_STEPS", "300"))  # of the huge run; 10000 make a million samples
@@ -39,6 +52,7 @@ def world(tmp_path_factory):
     make_run(folder / "good")
     make_run(folder / "crashed", 3, exit="RuntimeError: CUDA out of memory", lr=2e-6, text=HOSTILE)
     make_run(folder / HOSTILE.replace("/", "_")[:60], 2, text=HOSTILE)
+    make_agent_run(folder / "agent")
     (folder / "empty").mkdir()
     (folder / "empty" / "run.json").write_text("{}")
     with serving(folder) as (url, token):
@@ -111,7 +125,7 @@ def test_what_a_model_wrote_is_never_run(open_page, world, view):
 
 def test_a_name_of_a_run_is_text_too(open_page, world):
     page = open_page(world[0])
-    assert "<script>" in page.inner_text("#runs") and page.query_selector("#runs script") is None
+    assert "<script>" in page.text_content("#runs") and page.query_selector("#runs script") is None
 
 
 def test_tokens_are_coloured_by_probability_advantage_version_and_mask(open_page, world):
@@ -151,7 +165,7 @@ def test_curves_are_added_smoothed_and_taken_away_as_files(open_page, world):
     lines = Path(download.value.path()).read_text().splitlines()
     assert lines[0].startswith("rollout step,good,crashed") and len(lines) == 7
     with page.expect_download() as download:
-        page.click("button[aria-label='Download as picture: rollout/raw_reward']")
+        page.click("button[aria-label='Download as PNG: rollout/raw_reward']")
     assert Path(download.value.path()).read_bytes()[:4] == b"\x89PNG"
 
 
@@ -159,6 +173,129 @@ def test_before_and_after_of_a_prompt_are_shown_for_two_runs(open_page, world):
     page = open_page(world[0], "#/prompts?runs=good,crashed")
     text = page.inner_text("main")
     assert "Before: step 0" in text and "After: step 5" in text and "After: step 2" in text
+
+
+def test_an_episode_is_shown_turn_by_turn_with_its_tool_calls_and_forks(open_page, world):
+    page = open_page(world[0], "#/samples?runs=agent&step=1&order=made")
+    page.wait_for_selector(".turns")
+    roles = page.eval_on_selector_all(".turn .role b", "marks => marks.map(mark => mark.textContent)")
+    assert roles == ["system", "user", "assistant, turn 0", "assistant, turn 1"]
+    first = page.inner_text(".turn[data-turn='0']")
+    for words in ("2 tokens", "reward 0.25", "engine 500 ms", "calculate", "expression", "12*3"):
+        assert words in first
+    # The result of a tool is text, whatever it holds, and belongs to its call.
+    assert page.inner_text(".call pre") == "36 <img src=x>" and page.query_selector("main img") is None
+    # Only tokens of the policy have a colour: the environment's are not among them.
+    marks = page.eval_on_selector_all(".tokens i", "marks => marks.map(mark => mark.className)")
+    assert marks == ["p7", "p1", "p4", "p7"]
+    assert [b.inner_text() for b in page.query_selector_all(".tree button")] == ["turn 0", "turn 1", "turn 2"]
+    page.click(".tree button:has-text('turn 2')")
+    page.wait_for_selector(".turn[data-turn='2']")
+    # A turn that the other branch trains has no log-probs here, so it has no colour either.
+    marks = page.eval_on_selector_all(".tokens i", "marks => marks.map(mark => mark.className)")
+    assert marks == ["env", "env", "p4", "p7"] and "not trained here" in page.inner_text(
+        ".turn[data-turn='0']"
+    )
+
+
+def test_a_sample_is_copied_as_json(open_page, world):
+    page = open_page(world[0], "#/samples?runs=agent&step=1&order=made")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("button:has-text('Copy JSON')")
+    see(page, "#say", "Copied")
+    copied = json.loads(page.evaluate("navigator.clipboard.readText()"))
+    assert [message["role"] for message in copied["messages"]] == ["system", "user", "assistant", "assistant"]
+    call = copied["messages"][2]["tool_calls"][0]
+    assert call == {"name": "calculate", "arguments": {"expression": "12*3"}, "result": "36 <img src=x>"}
+
+
+def test_two_responses_of_a_group_are_compared_word_by_word(open_page, world):
+    page = open_page(world[0], "#/samples?runs=agent&step=1&order=made")
+    page.select_option("select[aria-label='Compare with']", index=1)
+    page.wait_for_selector(".diff ins")
+    assert page.inner_text(".diff del") == "36" and page.inner_text(".diff ins") == "63"
+
+
+def test_distributions_are_drawn_over_steps_and_lead_to_samples(open_page, world):
+    page = open_page(world[0], "#/distributions?runs=good")
+    titles = page.eval_on_selector_all(".chart h2 .t", "marks => marks.map(mark => mark.textContent)")
+    assert titles == [
+        *["Reward", "Response length", "Advantage", "Staleness", "Prompts by difficulty", "pass@k of groups"],
+    ]
+    assert "48 samples of 6 steps" in page.inner_text(".bar") and "What is 0+0?" in page.inner_text(
+        ".hardest"
+    )
+    page.focus(".heat >> nth=0")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert "step 1: mean" in page.inner_text(".chart [role=status] >> nth=0")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("body[data-view=samples] .vlist .row")
+    assert "step=1" in page.url
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory):
+    """Two runs that differ by their seed only, one with another learning rate, and one that crashed."""
+    folder = tmp_path_factory.mktemp("seeds")
+    make_run(folder / "a-seed1", seed=1)
+    make_run(folder / "a-seed2", 6, seed=2)
+    make_run(folder / "b", 4, lr=2e-6, exit="RuntimeError: no memory")
+    with serving(folder) as (url, _):
+        yield url
+
+
+def test_all_runs_are_in_a_table_that_sorts_and_groups_by_seed(open_page, seeds):
+    page = open_page(seeds, "#/runs")
+    names = "cells => cells.map(cell => cell.textContent)"
+    assert page.eval_on_selector_all(".runs td.name:nth-child(2)", names) == [
+        *["a (2 seeds)", "a-seed1", "a-seed2", "b"],
+    ]
+    assert "0.5 ± 0" in page.inner_text(".runs tr.seeds") and page.locator(".chip input:checked").count() == 3
+    page.click(".sort:has-text('Reward')")
+    page.click(".sort:has-text('Reward')")
+    assert page.eval_on_selector_all(".runs td.name:nth-child(2)", names)[0] == "b"
+    assert "sort=Reward" in page.url
+    page.uncheck("label:has-text('group by seed') input")
+    assert page.locator(".runs tr.seeds").count() == 0
+    page.uncheck(".runs input[aria-label='Show b']")
+    see(page, ".bar", "2 of 3 selected")
+    with page.expect_download() as download:
+        page.click(".bar button:has-text('CSV')")
+    assert Path(download.value.path()).read_text().startswith("Run,State,Reward,Step,Time")
+
+
+def test_runs_that_differ_by_their_seed_are_one_curve_with_a_band(open_page, seeds):
+    page = open_page(seeds, "#/curves?name=rollout/raw_reward")
+    see(page, ".u-legend", "a (2 seeds)")
+    assert "a-seed1" not in page.inner_text(".u-legend") and page.locator(".u-legend .band").count() == 2
+    page.uncheck("label:has-text('mean of seeds') input")
+    see(page, ".u-legend", "a-seed1")
+    assert "each=1" in page.url
+
+
+def test_the_first_sample_opens_by_itself_and_stays_after_a_choice(open_page, world):
+    page = open_page(world[0], "#/samples?runs=good&order=best")
+    page.wait_for_selector(".vlist .row[aria-selected=true] >> nth=0")
+    see(page, "main h2", "Step")
+    page.click(".vlist .row >> nth=3")
+    page.wait_for_selector("#row-3[aria-selected=true]")
+    assert page.locator(".vlist .row[aria-selected=true]").count() == 1
+
+
+def test_a_curve_has_a_logarithmic_axis(open_page, world):
+    page = open_page(world[0], "#/curves?runs=good&name=perf/tokens_per_gpu_per_sec,train/loss")
+    plot = "document.querySelector('.chart canvas').toDataURL()"
+    linear = page.evaluate(plot)
+    page.click("button:has-text('log scale')")
+    page.wait_for_function("document.querySelector('[aria-pressed=true]') !== null", timeout=PATIENCE_MS)
+    assert "y=log" in page.url and page.evaluate(plot) != linear
+
+
+def test_only_a_live_run_is_called_live(open_page, world):
+    page = open_page(world[0], "#/overview?runs=good")
+    page.wait_for_timeout(500)
+    assert page.inner_text("#live") == ""
 
 
 def test_differences_between_settings_are_shown(open_page, world):
@@ -186,8 +323,8 @@ def test_everything_is_reached_by_keys_alone(open_page, world):
     tab_to(page, ".vlist")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
-    page.wait_for_selector(".vlist .row[aria-selected=true]")
-    page.wait_for_selector(".tokens")
+    page.wait_for_selector("#row-2[aria-selected=true]")
+    see(page, "main h2", "sample 42")
     tab_to(page, "input[name=mode]")
     page.keyboard.press("ArrowRight")
     page.wait_for_selector("input[value=advantage]:checked")
@@ -241,7 +378,7 @@ def test_a_huge_run_is_scrolled_sorted_and_opened(open_page, tmp_path):
     made.make_record(tmp_path / "huge", STEPS, 100)
     with serving(tmp_path / "huge") as (url, _):
         page = open_page(url, "#/samples?order=made")
-        see(page, ".bar", f"{STEPS * 100:,} answers")
+        see(page, ".bar", f"{STEPS * 100:,} samples")
         assert page.locator(".vlist .row").count() < 100, "only what is seen exists"
         page.evaluate("document.querySelector('.vlist').scrollTop = 1e9")
         see(page, ".vlist .row .num", str(STEPS - 1))
@@ -251,7 +388,7 @@ def test_a_huge_run_is_scrolled_sorted_and_opened(open_page, tmp_path):
         page.wait_for_selector(".vlist .row .rbar", state="attached")
         page.fill("input[aria-label=Step]", str(STEPS // 2))
         page.keyboard.press("Enter")
-        see(page, ".bar", "100 answers")
+        see(page, ".bar", "100 samples")
         for view in VIEWS:
             page.goto(f"{url}/#/{view}")
             page.wait_for_selector(f"body[data-view={view}]", timeout=PATIENCE_MS)
@@ -266,6 +403,7 @@ def test_a_live_run_grows_on_the_page_and_takes_actions(open_page, tmp_path):
             page = open_page(url, f"#token={token}")
             assert "token" not in page.url
             see(page, "main", "step 3")
+            see(page, "#live", "live")
             writer = RecordWriter(folder / "record.db", "abc", 1 << 28)
             rng = random.Random(1)
             samples = [[make_sample(3, 0, copy, rng) for copy in range(4)]]
@@ -275,6 +413,11 @@ def test_a_live_run_grows_on_the_page_and_takes_actions(open_page, tmp_path):
             see(page, "main", "step 4")
             page.keyboard.press("9")
             page.wait_for_selector("body[data-view=actions]")
+            assert page.is_disabled("[data-action=resume]") and page.is_enabled("[data-action=pause]")
+            write_table(folder, [WaitRow("run", "paused", "", time.time() - 240, None)])
+            page.reload()
+            see(page, ".pause", "Paused for 4 min")
+            assert page.is_enabled("[data-action=resume]") and page.is_disabled("[data-action=pause]")
             page.fill("input[aria-label='Learning rate']", "5e-7")
             page.click("form:has(input[aria-label='Learning rate']) button")
             see(page, "tbody", "lr 5.00e-7")

@@ -6,8 +6,9 @@ import urllib.error
 import urllib.request
 
 import pytest
-from page_world import HOSTILE, make_run, serving
+from page_world import HOSTILE, make_agent_run, make_run, serving
 
+from slime.dashboard import distributions
 from slime.liveness.wait_table import WaitRow, write_table
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.run_file import add_restart
@@ -218,7 +219,8 @@ def test_a_run_that_is_paused_has_that_badge_and_takes_actions(tmp_path):
     try:
         write_table(tmp_path / "live", [WaitRow("run", "paused", "", time.time() - 95, None)])
         with serving(tmp_path / "live") as (url, token):
-            assert [run["state"] for run in answer(f"{url}/api/runs")["runs"]] == ["paused"]
+            [run] = answer(f"{url}/api/runs")["runs"]
+            assert run["state"] == "paused" and 90 < time.time() - run["paused_since"] < 1000
             assert answer(f"{url}/api/runs/live")["state"] == "paused"
             assert answer(f"{url}/api/runs/live/actions", body={"name": "resume"}, token=token) == {"id": 1}
     finally:
@@ -279,3 +281,76 @@ def test_overdue_waits_and_silent_processes_of_a_live_run_are_its_first_trouble(
     assert trouble[0]["severity"] == "error" and "driver waits for engine-0" in trouble[0]["title"]
     assert trouble[1]["severity"] == "warning" and "for trainer-1: a sign of life" in trouble[1]["title"]
     assert not [entry for entry in trouble if "run waits: training" in entry["title"]]
+
+
+def test_runs_of_one_name_are_named_by_their_parents(tmp_path):
+    for parent in ("first", "second"):
+        make_run(tmp_path / parent / "rl", 1)
+    make_run(tmp_path / "lr=1,seed=2", 1)
+    paths = [tmp_path / "first" / "rl", tmp_path / "second" / "rl", tmp_path / "lr=1,seed=2"]
+    with serving(*paths) as (url, _):
+        found = answer(f"{url}/api/runs")
+    assert [run["name"] for run in found["runs"]] == ["first-rl", "second-rl", "lr=1_seed=2"]
+    assert found["shown"] == ["first-rl", "second-rl", "lr=1_seed=2"]
+
+
+def test_an_episode_has_its_turns_and_the_branches_of_its_tree(tmp_path):
+    make_agent_run(tmp_path / "agent")
+    with serving(tmp_path / "agent") as (url, _):
+        [first, second] = answer(f"{url}/api/runs/agent/samples?step=1")["rows"]
+        found = answer(f"{url}/api/runs/agent/samples/{second['id']}")
+        plain = answer(f"{url}/api/runs/agent/samples/1")
+    assert [(turn["turn"], turn["start"], turn["end"]) for turn in found["turns"]] == [(0, 0, 2), (2, 4, 6)]
+    assert found["turns"][0]["tool_calls"] == ["calculate"] and found["turns"][0]["reward"] == 0.25
+    branches = [(one["id"], [turn["turn"] for turn in one["turns"]]) for one in found["episode"]]
+    assert branches == [(first["id"], [0, 1]), (second["id"], [0, 2])]
+    assert plain["turns"] == [] and plain["episode"] == []
+
+
+def test_advice_that_is_logged_again_is_listed_once(tmp_path):
+    log = make_run(tmp_path / "again", 1) / "logs" / "driver.log"
+    log.write_text(log.read_text() * 3)
+    with serving(tmp_path / "again") as (url, _):
+        trouble = answer(f"{url}/api/runs/again")["trouble"]
+    assert [entry["severity"] for entry in trouble] == ["advice"]
+
+
+def test_the_list_of_runs_has_their_scores_and_knows_which_differ_by_the_seed_only(tmp_path):
+    make_run(tmp_path / "a1", 3, seed=1)
+    make_run(tmp_path / "a2", 3, seed=2)
+    make_run(tmp_path / "b", 3, lr=2e-6)
+    score = {"time": 1.0, "run": "abc", "start": 1, "step_key": "eval/step", "step": 2, "eval/math": 0.75}
+    with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(score | {"eval/math-truncated_ratio": 0.5, "eval/other": "nan"}) + "\n")
+    with serving(tmp_path) as (url, _):
+        for _ in range(2):  # from the end of the files, and from all of them
+            runs = answer(f"{url}/api/runs")["runs"]
+            assert [run["seed"] for run in runs] == [1, 2, 0]
+            assert runs[0]["group"] == runs[1]["group"] != runs[2]["group"]
+            assert [run["reward"] for run in runs] == [0.2, 0.2, 0.2]
+            assert [run["evaluations"] for run in runs] == [{}, {}, {"eval/math": 0.75, "eval/other": None}]
+            for run in runs:
+                answer(f"{url}/api/runs/{run['key']}")
+
+
+def test_distributions_cover_all_steps_with_shared_bins(world):
+    found = answer(f"{world[0]}/api/runs/good/distributions?kind=train")
+    assert found["steps"] == [0, 1, 2, 3, 4, 5] and found["of_steps"] == 6 and found["samples"] == 48
+    for name, count in (("reward", 8), ("length", 8), ("advantage", 4), ("staleness", 2), ("difficulty", 2)):
+        histogram = found["histograms"][name]
+        assert [sum(column) for column in histogram["counts"]] == [count] * 6, name
+        assert all(len(column) == len(histogram["edges"]) - 1 for column in histogram["counts"])
+    assert found["histograms"]["length"]["means"] == [6.0] * 6
+    # Two groups with four responses; the first response of each is right in odd steps.
+    assert found["pass_rates"]["pass@1"] == [0, 0.25] * 3 and found["pass_rates"]["pass@4"] == [0, 1] * 3
+    assert len(found["hardest"]) == 2
+    assert answer(f"{world[0]}/api/runs/good/distributions?kind=eval")["steps"] == []
+
+
+def test_distributions_of_a_long_run_read_a_part_of_it_in_time(tmp_path, monkeypatch):
+    make_run(tmp_path / "long", 150)
+    with serving(tmp_path / "long") as (url, _):
+        found = answer(f"{url}/api/runs/long/distributions")
+        assert len(found["steps"]) <= 64 and found["steps"][-1] == 149 and found["of_steps"] == 150
+        monkeypatch.setattr(distributions, "_DEADLINE_S", 0.0)
+        assert answer(f"{url}/api/runs/long/distributions")["steps"] == [149]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from docs_world import ROOT, make_run, make_world, provide, provide_model, provide_settings, read_settings
+from plugin_checks import check_plugins
 
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.arguments.parser import build_parser, known_options
@@ -23,12 +24,12 @@ from slime.cli.main import COMMANDS
 from slime.cli.main import main as run_slime
 from slime.cli.quickstart.command import parse_options
 from slime.cli.simulate import split_flags
-from slime.plugins import check_plugins
+from slime.cli.tasks import TASKS
 
 PAGES = [
     *(ROOT / "docs").glob("*.md"),
     *(ROOT / "examples").rglob("*.md"),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "recipes/README.md")),
 ]
 FENCE = re.compile(r"^```(?:bash|sh|console)\b([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 REASON = re.compile(r'title="not tried by the tests: \S.*"')
@@ -140,6 +141,11 @@ def test_a_command_of_the_docs_is_one(command, world, monkeypatch, tmp_path):
 def _slime(name, words, world, monkeypatch):
     if name in ("train", "train-async", "doctor"):
         _train(words, world, ASYNCHRONOUS if name == "train-async" else SYNCHRONOUS)
+    elif name in TASKS:
+        provide(world, [word.rpartition("=")[2] for word in words])
+        with pytest.raises(SystemExit) as ended:
+            run_slime([name, *words, "--print-config"])
+        assert ended.value.code == 0
     elif name in EXECUTED and "--expert-model-parallel-size" not in words:  # the model here has no experts
         assert run_slime([name, *words]) == 0
     elif name == "quickstart":
@@ -147,6 +153,9 @@ def _slime(name, words, world, monkeypatch):
     elif name == "simulate":
         _known_flags(split_flags(words)[1])
     else:
+        if name == "sweep":
+            run = words[words.index("--") + 1 :]
+            _slime(run[0], run[1:], world, monkeypatch)
         _stop_after_parsing(monkeypatch)
         with pytest.raises(Parsed):
             importlib.import_module(COMMANDS[name]).main(words)
@@ -190,7 +199,7 @@ def _known_flags(words):
 def _pip(words):
     assert words[1] == "install", words
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for name in re.findall(r"slime\[([\w,]+)\]", " ".join(words)):
+    for name in re.findall(r"slime-rl\[([\w,]+)\]", " ".join(words)):
         assert set(name.split(",")) <= set(extras), name
 
 

@@ -14,14 +14,26 @@ DOCS = ROOT / "docs"
 PAGES = [
     *sorted(DOCS.glob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "recipes/README.md")),
 ]
 # The order in which somebody new reads; other pages may stand between them.
 ORDER = (
-    *("quickstart", "own_task", "agents", "scaling", "watching", "troubleshooting", "metrics", "algorithms"),
-    *("plugins", "flags", "api", "performance", "reliability", "comparison"),
+    *(
+        "quickstart",
+        "own_task",
+        "agents",
+        "scaling",
+        "watching",
+        "troubleshooting",
+        "flags",
+        "plugins",
+        "api",
+    ),
+    *("metrics", "performance", "algorithms", "architecture", "reliability", "comparison"),
 )
 WIDEST_TABLE = 110
+# Tables of these pages have more columns, and are read in a browser.
+WIDER_TABLES = {"README.md": 120, "performance.md": 190, "flags.md": 2000}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -66,7 +78,8 @@ def test_the_page_of_model_families_lists_those_that_train():
 
 @each_page
 def test_tables_fit_a_terminal(page):
-    wide = [line for line in prose(page).splitlines() if line.startswith("|") and len(line) > WIDEST_TABLE]
+    widest = WIDER_TABLES.get(page.name, WIDEST_TABLE)
+    wide = [line for line in prose(page).splitlines() if line.startswith("|") and len(line) > widest]
     assert not wide, f"make it a list or a narrower table: {wide[0]}"
 
 
@@ -86,6 +99,8 @@ def test_pages_that_the_code_names_are_there():
 
 def test_every_page_is_in_the_navigation_in_the_order_of_reading():
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    kinds = [title for section in config["nav"] for title in section]
+    assert kinds == ["Home", "Tutorials", "How-to guides", "Reference", "Explanation"]
     pages = [entry for section in config["nav"] for value in section.values() for entry in _files(value)]
     assert sorted(pages) == sorted(path.name for path in DOCS.glob("*.md"))
     places = [pages.index(f"{name}.md") for name in ORDER]

@@ -16,12 +16,16 @@ from docs_world import ROOT
 
 from slime.arguments.parser import build_parser, known_options
 from slime.cli.main import COMMANDS
+from slime.cli.tasks import TASKS
 
 PROGRAMS = "slime|python|make|pip|pytest|sh"
 PAGES = [
     *(ROOT / "docs").glob("*.md"),
     *(ROOT / "examples").rglob("*.md"),
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")
+    ),
 ]
 HEADS = [*(ROOT / "recipes").rglob("*.yaml"), *(ROOT / "launchers").iterdir()]
 BLOCK = re.compile(r"^[ \t]*```.*?^[ \t]*```", re.MULTILINE | re.DOTALL)
@@ -70,7 +74,7 @@ def test_a_command_that_is_none_would_be_found():
         "make test-leaf-nothing",
         "python benchmarks/no_such.py",
         "python benchmarks/train_step.py --no-such-flag",
-        "pip install 'slime[nothing]'",
+        "pip install 'slime-rl[nothing]'",
         "slime train --config recipes/gpu24/nothing.yaml",
     ):
         assert mistake(text) is not None, text
@@ -94,7 +98,7 @@ def mistake(text: str) -> str | None:
             rule = rf"^LEAF_{target.removeprefix('test-leaf-')} :=" if "-leaf-" in target else rf"^{target}:"
             return None if re.search(rule, makefile, re.MULTILINE) else f"there is no target {target}"
         case ["pip", "install", *_]:
-            unknown = set(re.findall(r"[\w-]+", "".join(re.findall(r"slime\[(.*?)\]", text)))) - extras()
+            unknown = set(re.findall(r"[\w-]+", "".join(re.findall(r"slime-rl\[(.*?)\]", text)))) - extras()
             return f"there is no extra {sorted(unknown)}" if unknown else None
         case ["python" | "sh", script, *_] if script.endswith((".py", ".sh")) and script.startswith(OURS):
             source = (ROOT / script).read_text()
@@ -113,7 +117,8 @@ def flags_of(name: str) -> frozenset[str]:
     if files and files[0].name == "__init__.py":
         files = list(files[0].parent.glob("*.py"))
     own = {flag for file in files for flag in re.findall(r"\"(--[a-z][a-z-]*)\"", file.read_text())}
-    runs = {"train", "train-async", "doctor", "quickstart", "simulate", "plan", "docs"}
+    runs = {"train", "train-async", "doctor", "quickstart", "simulate", "plan", "docs", "sweep", *TASKS}
+    own |= {option for task in TASKS.values() for option in task.options} if name in TASKS else set()
     return frozenset(own | set(known_options(build_parser(None)[0])) if name in runs else own)
 
 

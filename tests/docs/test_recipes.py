@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 from docs_world import ROOT, make_world, provide_model, provide_settings, read_settings, write
+from plugin_checks import check_plugins
 
-from slime.plugins import check_plugins
 from slime.preflight.prompts import check_rows
 
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

@@ -54,17 +54,19 @@ def test_what_fsdp_cannot_do_for_a_family_of_its_own_is_refused_by_name(root):
 
 
 def test_all_refusals_come_at_once_and_grouped(root):
-    words = [*command_line("qwen3", "colocated", root), "--learning-rate", "1", "--lr", "fast", "--fp16"]
-    words += ["--sglang-mem-fraction-statik", "1", "--use-opsm", "--kl-lossy", "--num-generations", "4"]
+    """First those of what cannot be read, then those of settings that contradict each other."""
+    words = [*command_line("qwen3", "colocated", root), "--fp16", "--use-opsm"]
+    with pytest.raises(ValueError) as caught:
+        parse_args(words)
+    settings = str(caught.value)
+    words += ["--learning-rate", "1", "--lr", "fast"]
+    words += ["--sglang-mem-fraction-statik", "1", "--kl-lossy", "--num-generations", "4"]
     with pytest.raises(ValueError) as caught:
         parse_args(words)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "7 problems found; nothing was started."
-    assert [line for line in lines[1:] if not line.startswith(" ")] == [
-        "Command line:",
-        "Flags of SGLang:",
-        "Settings:",
-    ]
+    assert lines[0] == "5 problems found; nothing was started."
+    assert [line for line in lines[1:] if not line.startswith(" ")] == ["Command line:", "Flags of SGLang:"]
+    assert settings.startswith("2 problems found; nothing was started.\nSettings:\n")
     for part in (
         "--learning-rate; it is called --lr here",
         "--num-generations; it is called --n-samples-per-prompt here",
@@ -74,7 +76,7 @@ def test_all_refusals_come_at_once_and_grouped(root):
         "--fp16 cannot be given: --dtype decides it",
         "--use-opsm is set, but it has an effect only with --num-steps-per-rollout above 1",
     ):
-        assert part in str(caught.value)
+        assert part in str(caught.value) + settings
 
 
 def test_what_does_nothing_is_one_block_and_strict_refuses_it(root):

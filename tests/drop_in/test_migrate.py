@@ -255,13 +255,11 @@ python3 train.py --hf-checkpoint $1 --save ../$1/$2
 """
 
 
-def test_a_script_that_ends_with_its_usage_asks_for_its_arguments(root, capsys, monkeypatch):
-    (root / "run.sh").write_text(USAGE)
-    with pytest.raises(SystemExit) as ended:
-        main(["migrate", str(root / "run.sh")])
-    told = capsys.readouterr().err
-    assert ended.value.code == 2 and f"Usage: {root}/run.sh MODEL SAVE" in told
-    assert "line 2" in told and f"migrate {root}/run.sh A B" in told
+def test_a_script_that_ends_with_its_usage_is_reported_with_its_arguments(root, capsys, monkeypatch):
+    settings, comments = reported(root, capsys, monkeypatch, USAGE)
+    assert settings == {"hf-checkpoint": "${1}", "save": "../${1}/${2}"}
+    assert "line 2: the script ends here (exit 1)" in comments
+    assert "save could not be evaluated" in comments and "migrate" in comments and "A B" in comments
     settings, comments = reported(root, capsys, monkeypatch, USAGE, "a/b", "c")
     assert settings == {"hf-checkpoint": "a/b", "save": "../a/b/c"} and comments == ""
 

@@ -14,14 +14,14 @@ from patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 QUICK = {
-    "train_step": "--device cpu --tiny --steps 1 --part balance --part 0.6b --profile",
-    "rollout_throughput": "--concurrency 4 --num-prompts 2 --samples-per-prompt 2 --prompt-tokens 16 "
-    "--output-tokens 8 --rounds 1",
-    "weight_push": "--bucket-mib 1 --pushes 1",
+    "train_step": "--device cpu --tiny --steps 1 --part 0.6b --profile",
     "record_overhead": "--steps 2",
     "ledger_overhead": "--steps 2",
 }
 SLOW = {
+    "rollout_throughput": "--concurrency 4 --num-prompts 2 --samples-per-prompt 2 --prompt-tokens 16 "
+    "--output-tokens 8 --rounds 1",
+    "weight_push": "--bucket-mib 1 --pushes 1",
     "colocated_grpo": "--steps 2 --prompts 2 --output-tokens 8",
     "fp8_training": "--shape tiny --device cpu --steps 8 --sequences 4 --length 32",
     "fp8_drift": "--steps 2 --prompts 2 --output-tokens 8 --cases fp8-start-stochastic",
@@ -63,6 +63,7 @@ def test_a_wrong_flag_is_told_in_words_and_once(name, tmp_path):
     assert done.stderr.count("unknown flag --no-such-flag") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trl_colocated", "trl_grpo", "verl_engine"])
 def test_a_peer_that_is_not_installed_is_named_with_what_installs_it(name):
     without = "import runpy, sys; sys.modules.update(trl=None, verl=None); runpy.run_path(sys.argv.pop())"
@@ -73,7 +74,6 @@ def test_a_peer_that_is_not_installed_is_named_with_what_installs_it(name):
 
 NEEDS = {
     "step_overhead --run-dir nowhere": "it is no folder of a run",
-    "simulation_check --quickstart nowhere": "make it with `slime quickstart`",
     "dashboard --samples 4": "groups have ten",
     "speculative --plain-url http://127.0.0.1:1 --speculative-url http://127.0.0.1:1": "no server answers",
     "peers/trl_quickstart --run-dir nowhere --trl-python nothing": "make it with `slime quickstart`",

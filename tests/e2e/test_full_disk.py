@@ -9,7 +9,6 @@ from small_disk import mounted
 
 from slime.record import RECORD_FILE
 from slime.record.audit import audit
-from slime.utils.files.run_file import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROLLOUTS = 3
@@ -57,8 +56,6 @@ def test_a_full_disk_is_one_message_and_the_same_command_goes_on(world, on_it, k
         assert full.stderr.count("error: ") == 1 and "Traceback" not in full.stderr, full.stderr[-3000:]
         told = re.compile(r"No space left on device|the disk is full|MiB free, it needs")
         assert told.search(full.stderr), full.stderr[-3000:]
-        if full.returncode == 1:  # it had begun: how it ended is written down too
-            assert told.search(read_run(places["run"]).last.exit)
         (disk / "filler").unlink()
         run_train(world, name, **flags)
         found = audit(places["run"] / RECORD_FILE, finished=True)

@@ -27,7 +27,7 @@ def test_a_folder_without_a_number_and_without_checkpoints_gets_the_final_model(
 
     second = run_train(world, "second", check=False, save_hf=saved)
     assert second.returncode == 2
-    assert f"--save-hf {saved} is there and holds a model that this run did not write" in second.stderr
+    assert f"--save-hf {saved} exists and holds a model that this run did not write" in second.stderr
 
     # The next command needs no number: here, one model for each save.
     run_train(

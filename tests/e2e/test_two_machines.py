@@ -37,7 +37,7 @@ def test_ranks_and_engines_of_two_machines_learn_like_those_of_one(tmp_path, add
     run_train(world, "one", **sizes, actor_num_gpus_per_node=2)
     monkeypatch.setitem(os.environ, "RAY_ADDRESS", address)
     done = run_train(world, "two", **sizes, actor_num_nodes=2, actor_num_gpus_per_node=1, runtime="ray")
-    assert f"weights travel by {transport}" in done.stderr
+    assert f"by the transport {transport}" in done.stderr
     urls = (world / "urls").read_text().split()
     assert len(urls) == 2 and [SECOND_HOST in url for url in urls] == [False, True]
     assert [

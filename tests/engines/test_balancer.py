@@ -16,6 +16,7 @@ from yarl import URL
 from slime.engines import balancer as balancer_module
 from slime.engines.balancer import SESSION_HEADER, Balancer
 from slime.engines.engine_process import LaunchPlan
+from slime.engines.fleet import WatchPolicy
 from slime.engines.middleware import RouterAnswer, RouterRequest
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.utils import async_utils, http_utils
@@ -197,10 +198,11 @@ def watch(balancer, monkeypatch):
     attempt = balancer._try
 
     async def try_once(url, errand):
-        answer = await attempt(url, errand)
-        if isinstance(answer, balancer_module._Broke):
+        try:
+            return await attempt(url, errand)
+        except balancer_module._EngineBroke:
             balancer._running.pop(url, None)
-        return answer
+            raise
 
     monkeypatch.setattr(balancer, "_try", try_once)
 
@@ -218,7 +220,7 @@ def test_a_request_whose_engine_died_goes_back_to_it_when_it_returns(monkeypatch
         with balanced([one.url, two.url], no_engine_timeout_s=PATIENCE_S) as (url, balancer):
             watch(balancer, monkeypatch)
             future = asyncio.run_coroutine_threadsafe(post(url), async_utils.get_loop())
-            while not balancer._num_broken[one.url]:
+            while one.url in balancer._running:
                 time.sleep(0.01)
             time.sleep(1.5)
             assert not future.done() and two.requests == []
@@ -227,7 +229,7 @@ def test_a_request_whose_engine_died_goes_back_to_it_when_it_returns(monkeypatch
         assert (len(one.requests), len(two.requests)) == (2, 0)
 
 
-def test_requests_in_company_go_to_one_other_engine_when_theirs_stays_away_and_no_further(monkeypatch):
+def test_requests_go_to_one_other_engine_when_theirs_stays_away_and_no_further(monkeypatch):
     def dies_with_company(payload, number):
         return {"break_when": 2}
 
@@ -245,7 +247,7 @@ def test_requests_in_company_go_to_one_other_engine_when_theirs_stays_away_and_n
             return await asyncio.gather(*(post(url, session="a") for _ in range(2)), return_exceptions=True)
 
         future = asyncio.run_coroutine_threadsafe(send(), async_utils.get_loop())
-        while balancer._num_broken[one.url] < 2:
+        while one.url in balancer._running:
             time.sleep(0.01)
         for other in (two, three):
             balancer.add(member(other.url))
@@ -381,5 +383,5 @@ def test_sglang_s_router_names_a_port_that_is_taken_and_starts_nothing(tmp_path)
             "router", router_command("/no/python", "round_robin"), {}, tmp_path / "router.log", 5.0
         )
         with pytest.raises(ValueError, match=f"--sglang-router-port is {port}: another program has it"):
-            SGLangRouter(plan, port=port).start()
+            SGLangRouter(plan, WatchPolicy(5, 600.0), port=port).start()
     assert not (tmp_path / "router.log").exists()

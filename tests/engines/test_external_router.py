@@ -14,11 +14,12 @@ from slime.arguments.passthrough.router_flags import need_router_python
 from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cluster.serving.served_model import ModelService
 from slime.engines.engine_process import LaunchPlan
-from slime.engines.sglang import router_registry
-from slime.engines.sglang.router import SGLangRouter, router_command
-from slime.engines.sglang.router_registry import ExternalRouter, RouterGone
+from slime.engines.fleet import WatchPolicy
+from slime.engines.sglang import router as router_module
+from slime.engines.sglang.router import ExternalRouter, SGLangRouter, router_command
 from slime.utils import http_utils
 from slime.utils.async_utils import run
+from slime.utils.errors import RunStopped
 
 PAYLOAD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}
 SETTINGS = {"rollout_engine": "sglang", "sglang_python": sys.executable}
@@ -32,7 +33,7 @@ def server(url, kind="regular", bootstrap_port=None):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(router_registry, "_LOOK_S", 0.05)
+    monkeypatch.setattr(router_module, "_LOOK_S", 0.05)
 
 
 def test_engines_join_leave_and_return_and_one_that_forgot_them_is_told_again(quick):
@@ -58,7 +59,7 @@ def test_a_router_that_does_not_come_back_ends_the_run(quick):
         router = ExternalRouter("127.0.0.1", other.port, patience_s=0.1)
         router.enroll(server("http://a:1"))
         router.start()
-    with pytest.raises(RouterGone, match=r"\(--sglang-router-ip\) has not answered for"):
+    with pytest.raises(RunStopped, match=r"\(--sglang-router-ip\) has not answered for"):
         router.failure.result(60)
     router.stop()
 
@@ -90,19 +91,21 @@ def test_sglangs_own_router_takes_the_engines_and_forgets_them_at_the_end(tmp_pa
     if find_python(None, ".venv-router", "sglang_router") is None:
         pytest.skip("there is no sglang-router: `make sglang-env`")
     command = router_command(need_router_python("this test"), "round_robin")
-    theirs = SGLangRouter(LaunchPlan("router", command, {}, tmp_path / "router.log", 120.0))
+    theirs = SGLangRouter(
+        LaunchPlan("router", command, {}, tmp_path / "router.log", 120.0), WatchPolicy(5, 600.0)
+    )
     with RegisteredEngine() as one, RegisteredEngine() as two:
         try:
             router = ExternalRouter("127.0.0.1", theirs.start(), patience_s=600.0)
             for engine in (one, two):
                 router.enroll(server(engine.url))
             router.start()
-            assert router_registry.known_workers(router.url, healthy=True) == {one.url, two.url}
+            assert router_module.known_workers(router.url, healthy=True) == {one.url, two.url}
             for _ in range(4):
                 assert run(http_utils.post(f"{router.url}/generate", PAYLOAD, max_retries=20))["output_ids"]
             assert len(one.requests) == len(two.requests) == 2
             router.stop()
-            eventually(lambda: not router_registry.known_workers(theirs.url))
+            eventually(lambda: not router_module.known_workers(theirs.url))
         finally:
             theirs.stop()
 

@@ -12,9 +12,10 @@ import pytest
 from patience import LONG_S, PATIENCE_S, eventually
 
 from slime.engines import engine_process as engine_server
-from slime.engines.engine_process import EngineServer, EngineStartError, LaunchPlan, MachineLost
-from slime.engines.fleet import EngineFleet, EnginesKeepDying, NoEngineLeft, WatchPolicy
+from slime.engines.engine_process import EngineServer, LaunchPlan, MachineLost
+from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.liveness.waits import WaitTimeout
+from slime.utils.errors import RunStopped
 
 SCRIPT = Path(__file__).parents[1] / "support" / "fake_engine_process.py"
 
@@ -131,7 +132,7 @@ def test_more_deaths_than_the_limit_end_the_run_with_the_cause(make):
     eventually(lambda: fleet.fleet.num_restarts == 1)
     fleet.kill()
     with pytest.raises(
-        EnginesKeepDying, match=r"died 2 times within 600 s \(--limits engine-restarts=1\).*signal 9"
+        RunStopped, match=r"died 2 times within 600 s \(--limits engine-restarts=1\).*signal 9"
     ):
         fleet.fleet.failure.result(PATIENCE_S)
 
@@ -150,7 +151,7 @@ def test_the_others_go_on_when_a_machine_is_lost(make):
     with fleet.fleet.frozen() as there:
         assert there == [urls[0]] and not fleet.fleet.failure.done()
     fleet.kill(0)
-    with pytest.raises(NoEngineLeft, match=r"the last to go: engine-0 was killed by signal 9"):
+    with pytest.raises(RunStopped, match=r"the last to go: engine-0 was killed by signal 9"):
         fleet.fleet.failure.result(PATIENCE_S)
 
 
@@ -159,23 +160,21 @@ def test_an_engine_that_cannot_start_again_counts_as_dying(make):
     fleet.start()
     fleet.set_mood("dies")
     fleet.kill()
-    with pytest.raises(EnginesKeepDying, match=r"(?s)ended with code 1.*the model folder is empty"):
+    with pytest.raises(RunStopped, match=r"(?s)ended with code 1.*the model folder is empty"):
         fleet.fleet.failure.result(PATIENCE_S)
 
 
 def test_an_engine_that_dies_before_it_serves_is_told_with_its_last_words(make):
     fleet = make()
     fleet.set_mood("dies")
-    with pytest.raises(
-        EngineStartError, match=r"(?s)engine-0 ended with code 1; .*the model folder is empty"
-    ):
+    with pytest.raises(RunStopped, match=r"(?s)engine-0 ended with code 1; .*the model folder is empty"):
         fleet.start()
 
 
 def test_an_engine_that_never_serves_is_a_named_timeout(make):
     fleet = make(timeout_s=0.5)
     fleet.set_mood("silent")
-    with pytest.raises((WaitTimeout, EngineStartError), match=r"start of engine-0 .*not done after 0\.5 s"):
+    with pytest.raises((WaitTimeout, RunStopped), match=r"start of engine-0 .*not done after 0\.5 s"):
         fleet.start()
 
 
@@ -202,7 +201,7 @@ def test_a_port_taken_while_the_engine_was_down_is_told_and_nothing_hangs(make, 
         eventually(lambda: not fleet.servers[0].alive())
         thief = socket.create_server(("127.0.0.1", port))
     try:
-        with pytest.raises(EngineStartError, match=rf"port {port} of engine-0 was taken"):
+        with pytest.raises(RunStopped, match=rf"port {port} of engine-0 was taken"):
             fleet.fleet.failure.result(PATIENCE_S)
     finally:
         thief.close()
@@ -255,7 +254,7 @@ def test_the_cause_of_an_eviction_is_behind_the_end_of_the_run(make):
     fleet.start()
     fleet.fail_join = True
     fleet.kill()
-    with pytest.raises(EnginesKeepDying) as stopped:
+    with pytest.raises(RunStopped) as stopped:
         fleet.fleet.failure.result(PATIENCE_S)
     assert "it refused the weights" in str(stopped.value.__cause__)
 
@@ -337,7 +336,7 @@ def test_no_engine_left_for_too_long_ends_the_run_with_the_cause(make):
     fleet.kill(0)
     fleet.kill(1)
     with pytest.raises(
-        NoEngineLeft,
+        RunStopped,
         match=r"(?s)no engine was left for 0\.5 s \(--timeouts no-engine\).*engine-\d was killed",
     ):
         fleet.fleet.failure.result(PATIENCE_S)

@@ -15,6 +15,7 @@ from slime.arguments.passthrough.router_flags import need_router_python, read_ro
 from slime.arguments.passthrough.sglang_flags import find_python
 from slime.engines.balancer import SESSION_HEADER
 from slime.engines.engine_process import LaunchPlan
+from slime.engines.fleet import WatchPolicy
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.utils import http_utils
 from slime.utils.async_utils import run
@@ -40,7 +41,7 @@ def server(
 
 def make_router(python: str, folder, policy: str, *words: str, silence_s: float = 10.0) -> SGLangRouter:
     plan = LaunchPlan("router", router_command(python, policy, words), {}, folder / "router.log", 120.0)
-    return SGLangRouter(plan, silence_limit_s=silence_s)
+    return SGLangRouter(plan, WatchPolicy(5, 600.0, silence_limit_s=silence_s))
 
 
 def ask(router: SGLangRouter, session: str | None = None):
@@ -77,8 +78,8 @@ def test_engines_leave_and_return_sessions_stay_and_a_dead_router_comes_back_kno
             router.add(server(one))
             eventually(lambda: known(router) == {one.url, two.url})
 
-            os.kill(router.pid, signal.SIGKILL)
-            eventually(lambda: router.num_restarts == 1)
+            os.kill(router._server.pid, signal.SIGKILL)
+            eventually(lambda: router._watched.num_restarts == 1)
             assert router.url.endswith(f":{port}") and known(router) == {one.url, two.url}
             assert ask(router)["output_ids"]
         finally:
@@ -91,10 +92,13 @@ def test_a_stopped_router_is_named_and_started_again(python, tmp_path, caplog):
         try:
             router.enroll(server(engine))
             router.start()
-            for process in (psutil.Process(router.pid), *psutil.Process(router.pid).children(recursive=True)):
+            for process in (
+                psutil.Process(router._server.pid),
+                *psutil.Process(router._server.pid).children(recursive=True),
+            ):
                 process.suspend()
-            eventually(lambda: router.num_restarts == 1)
-            assert "The router gave no sign of life for 3 s" in caplog.text and "SIGSTOP" in caplog.text
+            eventually(lambda: router._watched.num_restarts == 1)
+            assert "router is evicted: no sign of life for 3 s" in caplog.text and "SIGSTOP" in caplog.text
             assert ask(router)["output_ids"]
         finally:
             router.stop()
@@ -110,7 +114,10 @@ def test_the_router_tells_an_engine_the_token_it_asks_for_and_listens_on_loopbac
             assert ask(router)["output_ids"]
             assert {k.lower(): v for k, v in engine.headers[0].items()}["authorization"] == "Bearer secret"
             assert "secret" not in str(run(http_utils.get(f"{router.url}/workers")))
-            family = [psutil.Process(router.pid), *psutil.Process(router.pid).children(recursive=True)]
+            family = [
+                psutil.Process(router._server.pid),
+                *psutil.Process(router._server.pid).children(recursive=True),
+            ]
             sockets = [socket for process in family for socket in process.net_connections("inet")]
             assert {s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
         finally:

@@ -73,7 +73,7 @@ PROMPTS = {
 @pytest.mark.parametrize("name", [*PROMPTS, "prompts.parquet"])
 def test_damaged_prompts_are_rows_or_a_sentence(tmp_path, name):
     if name == "prompts.parquet":
-        pytest.importorskip("pyarrow", reason="parquet needs pyarrow: pip install slime[data]")
+        pytest.importorskip("pyarrow", reason="parquet needs pyarrow: pip install slime-rl[data]")
         whole = _table(input=["say a", "say b"], label=["1", "2"], numbers=[[1, 2], [3]])
     else:
         whole = PROMPTS[name]

@@ -82,6 +82,6 @@ def test_an_engine_that_runs_on_another_host_gets_weights_by_a_process_group(tmp
         engine.kill()
         engine.wait()
     assert done.returncode == 0, done.stdout[-6000:]
-    assert "weights travel by distributed" in done.stdout
+    assert "by the transport distributed" in done.stdout
     missed = [row["perf/engines_missed"] for row in metrics(world, "run") if "perf/engines_missed" in row]
     assert missed and not any(missed), done.stdout[-6000:]

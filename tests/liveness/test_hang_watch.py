@@ -9,11 +9,12 @@ import pytest
 from patience import PATIENCE_S, eventually
 
 from slime.liveness import hang_watch, vital_signs, waits
-from slime.liveness.hang_watch import HangWatch, RunHangs
+from slime.liveness.hang_watch import HangWatch
 from slime.liveness.notes import NotedWait, Notes
 from slime.liveness.vital_signs import Signs
 from slime.liveness.wait_table import read_table
 from slime.runtime.worker_watch import WorkerSilent
+from slime.utils.errors import RunStopped
 
 
 class FakeRuntime:
@@ -81,7 +82,7 @@ def test_a_run_that_stands_still_is_ended_with_who_waits_for_whom(tmp_path, runt
                 threading.Event().wait(0.02)
 
     error = in_a_driver(hang)
-    assert isinstance(error, RunHangs) and "--timeouts hang=0.3" in str(error)
+    assert isinstance(error, RunStopped) and "--timeouts hang=0.3" in str(error)
     assert "run waits: training" in str(error) and "trainer-0 waits for the other ranks" in str(error)
     assert f"stacks of driver, trainer-0 are in {tmp_path}/logs" in str(error) and runtime.dumped == 1
     assert "in hang" in (tmp_path / "logs" / "driver.log").read_text()

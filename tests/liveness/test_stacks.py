@@ -66,15 +66,9 @@ def test_a_process_that_the_signal_would_end_is_not_asked(start):
     assert process.poll() is None
 
 
-def test_what_a_process_looks_after_is_asked_with_it(tmp_path):
-    asked = []
-    take_back = stacks.pass_on(lambda: asked.append("engines"))
-    for _ in range(2):
-        with open(tmp_path / "own.log", "w") as log:
-            stacks.write_own(log)
-        take_back() if len(asked) == 1 and stacks._dependents else None
-    assert asked == ["engines"]
-    assert "test_what_a_process_looks_after" in (tmp_path / "own.log").read_text()
+def test_the_processes_below_one_are_asked_with_it(start):
+    process, log = start(ANSWERS)
+    eventually(lambda: process.pid in stacks.ask_children() and "the_thread_that_hangs" in log.read_text())
 
 
 def test_a_driver_that_is_asked_writes_to_its_log_and_goes_on(tmp_path):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from slime.observability.advisories import CHECKS, Advisor, Facts, start_checks
+from slime.observability.advisories import CHECKS, Advisor, Facts
 
-FACTS = Facts(8, 100, 2048, True, False, True)
+FACTS = Facts(8, 100, True, False, True)
 
 
 def advise(rows, facts=FACTS):
@@ -48,16 +48,13 @@ CASES = {
         {"rollout/raw_reward": [0.0], "rollout/special_ending_ratio": [0.9]},
         "90% of the responses end in a special token",
     ),
-    "no_gradient": ({"train/grad_norm": [1.0, 0.0]}, "gradient was 0"),
     "answers_cut": (
         {"rollout/truncated_ratio": [0.75]},
         "75% of the responses .* --rollout-max-response-len 100",
     ),
     "entropy_collapse": ({"train/entropy_loss": [1.2, 1.1, 1.0, 0.01]}, "fell from 1.1 to 0.01"),
     "kl_runaway": ({"train/kl_loss": [0.1, 2.0]}, "above 1 nat"),
-    "length_explodes": ({"rollout/response_len/mean": [20.0, 20.0, 20.0, 90.0]}, "grew from 20 to 90 tokens"),
     "evaluation_falls": ({"eval/held": [0.2, 0.6, 0.5, 0.3]}, r"fell from 0.6 \(step 1\) to 0.3"),
-    "reward_is_slow": ({"perf/non_generation_time/mean": [7.0]}, "7.0 s outside the engine"),
     "trainer_waits": ({"perf/train_wait_time": [9.5]}, "waited for responses in 95%"),
 }
 
@@ -86,11 +83,9 @@ def test_one_odd_batch_is_no_pattern():
 
 
 def test_settings_alone():
-    assert start_checks(FACTS) == {}
-    found = start_checks(Facts(8, 4096, 2048, False, False, True))
-    assert set(found) == {"no_save", "no_room"}
-    advisor = Advisor(Facts(8, 4096, 2048, False, False, True))
-    assert len(advisor.at_start()) == 2 and advisor.at_start() == []
+    assert Advisor(FACTS).at_start() == []
+    lost = Facts(8, 100, False, False, True)
+    assert [advice.cause for advice in Advisor(lost).at_start()] == ["no_save"]
 
 
 def test_a_run_with_a_teacher_needs_no_rewards():
@@ -101,12 +96,12 @@ def test_a_run_with_a_teacher_needs_no_rewards():
     }
     rows = [HEALTHY | silent] * 5
     assert len(advise(rows)) >= 2
-    assert advise(rows, Facts(8, 100, 2048, True, False, True, has_teacher=True)) == []
+    assert advise(rows, Facts(8, 100, True, False, True, has_teacher=True)) == []
 
 
 def test_a_supervised_run_waits_for_no_answers():
     rows = [HEALTHY | {"perf/train_wait_time": 9.5}] * 5
-    assert advise(rows) and advise(rows, Facts(1, 100, 2048, True, False, False)) == []
+    assert advise(rows) and advise(rows, Facts(1, 100, True, False, False)) == []
 
 
 @pytest.mark.parametrize(

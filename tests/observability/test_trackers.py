@@ -243,7 +243,7 @@ def test_what_cannot_be_sent_is_refused_in_one_line(tmp_path, capsys, monkeypatc
     write_run(tmp_path, RunRecord("r1", "mine", Start("now", {}, {}, {})))
     monkeypatch.setattr("slime.cli.inspect.track.is_installed", lambda package: False)
     assert track.main([str(tmp_path), "wandb"]) == 2
-    assert "slime[wandb]" in capsys.readouterr().err
+    assert "slime-rl[wandb]" in capsys.readouterr().err
     lock = FolderLock(tmp_path, "--run-dir")
     assert track.main([str(tmp_path), "wandb"]) == 2
     assert "the run is still active" in capsys.readouterr().err

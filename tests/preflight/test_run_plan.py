@@ -150,13 +150,6 @@ def test_the_command_reads_a_run_yaml_and_says_whether_it_fits(tmp_path, capsys)
     assert json.loads(capsys.readouterr().out)["fits"] is True
 
 
-def test_a_trainer_alone_gets_the_verdict_too(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
-    words = ["--hf-checkpoint", str(tmp_path), "--actor-num-gpus-per-node", "8", "--gpu-gib"]
-    assert main([*words, "24"]) == 1 and main([*words, "200"]) == 0
-    assert "does not fit: " in capsys.readouterr().out
-
-
 def test_a_model_that_is_not_here_is_told(capsys):
     with pytest.raises(SystemExit) as stop:
         main([*base_argv(), "--gpu-gib", "24"])

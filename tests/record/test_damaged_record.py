@@ -95,7 +95,7 @@ def test_a_finished_sample_that_is_damaged_is_generated_again(tmp_path, caplog):
     ledger.begin(0, "run:1")
     with caplog.at_level(logging.WARNING):
         assert ledger.recall(group_of(0)[0]) is None
-    assert "sample 0 (group 0) is damaged in the ledger, and generated again" in caplog.text
+    assert "sample 0 (group 0) is damaged in the ledger and will be generated again" in caplog.text
     assert isinstance(ledger.recall(group_of(0)[1]), Sample)
     world.stop()
 

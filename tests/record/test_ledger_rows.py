@@ -17,7 +17,8 @@ from patience import PATIENCE_S
 from slime.record import LedgerReader, RecordError, RecordWriter, group_entries, writer
 from slime.record.audit import audit
 from slime.record.texts import json_text
-from slime.rollout.ledger import Ledger, follow
+from slime.rollout.data_source import follow
+from slime.rollout.ledger import Ledger
 from slime.rollout.prompt_groups import begin_again, copy_group
 from slime.utils.types import RewardFailure, Sample
 
@@ -338,8 +339,8 @@ def test_what_could_not_be_written_is_counted_over_all_starts(world):
         assert reader.meta("missed_rollouts") == "2"
 
 
-def test_size_and_age_never_remove_what_no_checkpoint_covers(tmp_path):
-    writer = RecordWriter(tmp_path / "record.db", "run", MIB, max_days=1e-9, keeps_uncommitted=True)
+def test_size_never_removes_what_no_checkpoint_covers(tmp_path):
+    writer = RecordWriter(tmp_path / "record.db", "run", MIB // 2, keeps_uncommitted=True)
     ledger = Ledger(writer, "s")
     ledger.resumed(-1, -1)
     for step in range(4):

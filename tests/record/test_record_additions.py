@@ -114,20 +114,6 @@ def test_bars_of_answers_lie_in_the_lane_of_their_engine():
     assert found[0].about == {"sample": 0, "group": 0, "tokens": 3}
 
 
-def test_answers_of_a_group_that_take_the_same_time_are_one_bar():
-    samples = [make_sample(index) for index in range(4)]
-    for sample in samples:
-        sample.group_index = 0
-    for sample, end in zip(samples, (12.0, 12.001, 12.002, 13.0), strict=True):
-        span = {"name": "generate", "start": 10.0, "end": end, "about": {"engine": "engine-0"}}
-        sample.__dict__["trace"] = {"spans": [span]}
-    found = [(s.name, s.start, s.end, s.about) for s in spans_of_samples(4, samples)]
-    assert found == [
-        ("group 0", 10.0, 12.002, {"group": 0, "samples": 3}),
-        ("sample 3", 10.0, 13.0, {"sample": 3, "group": 0}),
-    ]
-
-
 def test_waits_that_took_a_while_have_a_lane_of_whoever_waited(monkeypatch):
     monkeypatch.setattr(waits, "_SHORT_S", 0.0)
     with waits.waiting("before anybody asked", owner="rollout"):

@@ -1,7 +1,6 @@
 """Rewards in TRL's signature: known by their parameters, called with lists, named when they are wrong."""
 
 import asyncio
-from dataclasses import dataclass
 
 import pytest
 from argument_helpers import declared
@@ -123,14 +122,3 @@ def test_none_says_that_there_is_no_score():
     samples = [sample("a"), sample("b", 1)]
     assert score("none_for_some", *samples)[0] == 1.0
     assert "returned None" in samples[1].reward_failure.reason
-
-
-def test_a_reward_object_without_a_hash_is_asked_all_the_same():
-    @dataclass
-    class Reward:
-        bonus: float
-
-        def __call__(self, completions, **columns):
-            return [self.bonus for _ in completions]
-
-    assert takes_columns(Reward(1.0)) and not takes_columns(lambda args, sample: 0.0)

@@ -7,13 +7,11 @@ import rollout_plugins
 from fake_engine import FakeEngine, sample_index
 from rollout_helpers import assert_conserved, counts, make_args, make_source
 
-from slime.batch.convert import samples_to_batch
 from slime.liveness.wait_table import collapse, rows_of_this_process
 from slime.rollout.collection.collector import MAX_FAILED_IN_A_ROW, GroupFailed
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.http_utils import HttpError
-from slime.utils.types import Sample, flatten_samples
 
 
 @pytest.fixture(autouse=True)
@@ -38,22 +36,6 @@ def test_drop_counts_the_group_and_fills_its_place(tmp_path):
         assert sum(sample_index(r) == 3 for r in engine.requests) == 1  # a 4xx is not tried again
     assert [group[0].group_index for group in output.samples] == [0, 2, 3, 4]
     assert counts(source)["failed"] == 1 and output.metrics["rollout/groups/failed"] == 1
-    assert_conserved(source)
-
-
-@pytest.mark.parametrize("script", [sample_3_is_refused, sample_3_is_garbage])
-def test_keep_trains_the_others_and_nothing_of_the_failed_one(tmp_path, script):
-    with FakeEngine(script) as engine:
-        args = make_args(tmp_path, engine, "--group-failure-action", "keep")
-        source = make_source(args)
-        output = generate_rollout(args, 0, source)
-    samples = {s.index: s for s in flatten_samples(output.samples)}
-    assert sorted(samples) == list(range(8))
-    assert samples[3].status is Sample.Status.FAILED and "failure" in samples[3].metadata
-    assert output.metrics["rollout/groups/samples_failed"] == 1
-    batch = samples_to_batch(args, output.samples)
-    assert batch["loss_masks"][3].sum() == 0 and batch["rewards"][3] == 0.0
-    assert batch["loss_masks"][2].sum() == 4 and batch["group_index"].count(1) == 1
     assert_conserved(source)
 
 

@@ -9,7 +9,8 @@ from slime.record import LedgerReader, RecordWriter, group_entries
 from slime.record.audit import audit
 from slime.rollout import ledger as ledgers
 from slime.rollout.base_types import call_rollout_fn
-from slime.rollout.ledger import Ledger, follow
+from slime.rollout.data_source import follow
+from slime.rollout.ledger import Ledger
 from slime.rollout.prompt_groups import without_response
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout

@@ -15,8 +15,9 @@ from slime.record import Record, RecordWriter, group_entries
 from slime.record.audit import audit
 from slime.rollout import ledger as ledgers
 from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.data_source import follow
 from slime.rollout.generation.returned import check_returned
-from slime.rollout.ledger import Ledger, follow
+from slime.rollout.ledger import Ledger
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate, generate_rollout
 from slime.utils.plugin_errors import PluginError

@@ -157,7 +157,7 @@ def test_engines_that_cannot_tell_refuse_what_a_function_cuts(tmp_path):
     args.rollout_engine = "sglang"
     for params in ({"top_p": 0.9}, {"top_p": 0.9, **ASK}):
         with pytest.raises(
-            SamplingRefused, match=r"'top_p'\] is 0\.9: .*--rollout-engine embedded, which tells"
+            SamplingRefused, match=r"'top_p'\] is 0\.9: .*--rollout-engine embedded, which reports them"
         ):
             build_request(args, Sample(index=0, tokens=[5]), params, 8)
 
@@ -196,9 +196,9 @@ def test_neutral_values_pass(params):
 
 
 def test_a_nucleus_that_the_engine_tells_passes_and_greedy_decoding_does_not():
-    assert refusal({"top_p": 0.9, "top_k": 20}, nucleus_told=True) is None
-    assert "greedy" in refusal({"top_k": 1}, nucleus_told=True)
-    assert "min_new_tokens" in refusal({"top_p": 0.9, "min_new_tokens": 2}, nucleus_told=True)
+    assert refusal({"top_p": 0.9, "top_k": 20}, nucleus_reported=True) is None
+    assert "greedy" in refusal({"top_k": 1}, nucleus_reported=True)
+    assert "min_new_tokens" in refusal({"top_p": 0.9, "min_new_tokens": 2}, nucleus_reported=True)
 
 
 def test_an_accepted_mismatch_passes(tmp_path):

@@ -66,3 +66,15 @@ def test_a_column_of_text_names_the_flags(tmp_path):
     args = pair_args(tmp_path, [{"chosen": "yes", "rejected": "no"}])
     with pytest.raises(ValueError, match=r"pairs\.jsonl, line 1: .*'chosen' \(--input-key\) is text"):
         generate_rollout(args, 0, make_source(args))
+
+
+def test_responses_alone_follow_the_prompt_of_their_row(tmp_path):
+    whole = {"chosen": answered("4"), "rejected": answered("five")}
+    rows = [whole, {"prompt": ASK, "chosen": "4", "rejected": "five"}]
+    rows.append({"prompt": ASK, **{name: talk[-1:] for name, talk in whole.items()}})
+    args = pair_args(tmp_path, [rows[0], {"prompt": None} | rows[0]])
+    [[[expected, _]], _] = generate_rollout(args, 0, make_source(args)).samples
+    args = pair_args(tmp_path, rows[1:], "--metadata-columns", "prompt")
+    for [[good, bad]] in generate_rollout(args, 0, make_source(args)).samples:
+        assert good.tokens == expected.tokens and good.loss_mask == expected.loss_mask
+        assert bad.tokens != good.tokens

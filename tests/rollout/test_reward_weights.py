@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from argument_helpers import parse
 
-from slime.rollout.rm_hub.outcomes import settle_reward
+from slime.rollout.rm_hub.outcomes import judge, store
 from slime.utils.types import Sample
 
 
@@ -19,7 +19,7 @@ def settled(value, **weights):
         custom_reward_post_process_path=None,
     )
     sample = Sample()
-    settle_reward(args, sample, value)
+    store(sample, judge(args, value))
     return sample, args
 
 

@@ -5,8 +5,12 @@ import pytest
 import torch
 from argument_helpers import declared
 
-from slime.rollout.rm_hub import RewardConfigError, settle_reward
+from slime.rollout.rm_hub.outcomes import RewardConfigError, judge, store
 from slime.utils.types import Sample, invalid
+
+
+def settle_reward(args, sample, value, **options):
+    store(sample, judge(args, value, **options))
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_math_without_label_is_invalid_not_zero():
 
 def test_math_without_its_package_names_the_install_command(monkeypatch):
     monkeypatch.setattr("slime.rollout.rm_hub.hub.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RewardConfigError, match=r"pip install 'slime\[math\]'"):
+    with pytest.raises(RewardConfigError, match=r"pip install 'slime-rl\[math\]'"):
         reward("math", r"\boxed{5}", "5")
 
 

@@ -182,7 +182,7 @@ def test_bare_results_of_a_rollout_function_are_wrapped():
     assert call_rollout_fn(lambda *a, evaluation: {"x": {}}, evaluation=True) == RolloutFnEvalOutput(
         {"x": {}}
     )
-    with pytest.raises(TypeError, match="returned NoneType with evaluation=False"):
+    with pytest.raises(TypeError, match="returned NoneType; expected RolloutFnTrainOutput"):
         call_rollout_fn(lambda *a, evaluation: None, evaluation=False)
 
 

@@ -59,6 +59,7 @@ def test_a_dataset_without_any_assistant_is_an_error(tmp_path):
 
 def test_text_instead_of_messages_names_the_fix(tmp_path):
     args = make_args(tmp_path, None, *SFT)
+    args.label_key = None
     with pytest.raises(ValueError, match=r"sample 0 .*list of messages.*--input-key"):
         generate_rollout(args, 0, make_source(args))
 
@@ -67,3 +68,13 @@ def test_one_answer_per_conversation(tmp_path):
     args = make_args(tmp_path, None)
     with pytest.raises(ValueError, match="--n-samples-per-prompt is 2"):
         generate_rollout(args, 0, make_source(args))
+
+
+def test_a_prompt_and_its_completion_make_a_conversation(tmp_path):
+    rows = [("2+2?", "4"), (TALK[:1], TALK[1:2]), (TALK[:2], "unread")]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in rows))
+    keys = ("--prompt-data", str(path), "--input-key", "prompt", "--label-key", "completion")
+    args = make_args(tmp_path, None, *keys, *SFT, *ROLLOUT, "--rollout-batch-size", "3")
+    tokens = [sample.tokens for [sample] in generate_rollout(args, 0, make_source(args)).samples]
+    assert tokens[0] == tokens[1] == tokens[2]

@@ -232,12 +232,13 @@ IMPOSSIBLE = {
 }
 
 
-STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
+# A name of other releases for the default.
+OTHER_NAME = "slime.rollout.sglang_streaming_rollout.generate_streaming"
 
 
 @pytest.mark.parametrize(
     ("complaint", "generate"),
-    [*((each, None) for each in IMPOSSIBLE), ("token id 5000 in a vocabulary of 128", STREAMING)],
+    [*((each, None) for each in IMPOSSIBLE), ("token id 5000 in a vocabulary of 128", OTHER_NAME)],
 )
 def test_an_impossible_answer_is_asked_for_again_and_never_trained_on(tmp_path, caplog, complaint, generate):
     with FakeEngine(lambda payload, number: IMPOSSIBLE[complaint] if number == 0 else None) as engine:

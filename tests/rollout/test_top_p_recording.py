@@ -47,14 +47,9 @@ def assert_recorded(sample):
     assert [ids[a:b].tolist() for a, b in itertools.pairwise(bounds)] == [kept_of(t) for t in response]
 
 
-@pytest.mark.parametrize(
-    "generate",
-    [(), ("--custom-generate-function-path", "slime.rollout.sglang_streaming_rollout.generate_streaming")],
-    ids=["answers", "streams"],
-)
-def test_tokens_carry_what_they_were_drawn_from_over_several_answers(tmp_path, generate):
+def test_tokens_carry_what_they_were_drawn_from_over_several_answers(tmp_path):
     with FakeEngine(tell) as engine:
-        args = make_args(tmp_path, engine, *TOP_P, *generate)
+        args = make_args(tmp_path, engine, *TOP_P)
         samples = flatten_samples(generate_rollout(args, 0, make_source(args)).samples)
         assert all(asked(request) for request in engine.requests)
     assert max(sample.response_length for sample in samples) > 2
@@ -77,7 +72,7 @@ def test_nobody_asks_where_nothing_is_repeated(tmp_path, flags):
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ({}, "does not tell which ids it drew its tokens from"),
+        ({}, "does not report the ids that its tokens were drawn from"),
         (to_meta([np.array([5]), np.array([30])]), "token 20 at 0 is not among its top-p ids"),
         (to_meta([np.array([20, 400]), np.array([30])]), "top-p id 400 in a vocabulary of 128"),
     ],

@@ -10,8 +10,9 @@ from slime.record.audit import audit
 from slime.rollout import ledger as ledgers
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.collection import collector
+from slime.rollout.data_source import follow
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.ledger import Ledger, follow
+from slime.rollout.ledger import Ledger
 from slime.rollout.prompt_groups import check_groups
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.sglang_rollout import generate_rollout

@@ -89,12 +89,6 @@ def test_groups_without_a_reward_are_wasted_as_failed(tmp_path):
     assert found["failed/samples"] >= 4 and found["failed/tokens"] == 4 * found["failed/samples"]
 
 
-def test_spares_that_were_not_needed_are_wasted(tmp_path):
-    with FakeEngine() as engine:
-        found = waste(tmp_path, engine, "--spare-samples-per-prompt", "1")
-    assert found["aborted/samples"] <= 4 and found["aborted/tokens"] <= 4 * 4
-
-
 def test_ages_of_tokens_are_a_histogram_against_the_weights_that_are_trained():
     old = Sample(response_length=6, version_spans=[("run:1", 0, 2), ("run:3", 2, 6)])
     new = Sample(response_length=2, version_spans=[("run:4", 0, 2)])

@@ -13,7 +13,9 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 
 def test_a_run_on_ray_without_ray_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--runtime ray needs the package ray: pip install 'slime\[ray\]'"):
+    with pytest.raises(
+        ValueError, match=r"--runtime ray needs the package ray: pip install 'slime-rl\[ray\]'"
+    ):
         create_runtime(declared(runtime="ray"), tmp_path, "x")
 
 

@@ -49,12 +49,3 @@ def test_a_cluster_that_is_not_there_is_named_and_not_asked_again(on_ray, failin
     with pytest.raises(RunStopped, match=r"no Ray cluster answers at RAY_ADDRESS=10\.0\.0\.9:6379"):
         on_ray._join_or_start()
     assert len(asked) == 1
-
-
-@pytest.mark.parametrize("name, short", [("/scratch", None), ("/scratch/" + 30 * "ü", "/tmp/ray")])
-def test_sockets_have_room_wherever_temporary_files_are(on_ray, failing, monkeypatch, name, short):
-    asked = failing(0)
-    monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    monkeypatch.setenv("TMPDIR", name)
-    on_ray._join_or_start()
-    assert [kwargs["_temp_dir"] for kwargs in asked] == [short]

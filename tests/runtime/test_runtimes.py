@@ -12,8 +12,8 @@ from patience import PATIENCE_S, eventually
 from worker_target import Reporting, SlowToMake, Target, Unmade, Unreadable
 
 from slime.liveness import heartbeat, waits
-from slime.runtime.base import FailFastFuture, WorkerSpec, gather
-from slime.runtime.local import LocalFuture, LocalRuntime
+from slime.runtime.base import Call, WorkerSpec, gather, result_or_failure
+from slime.runtime.local import LocalRuntime
 from slime.runtime.placement import Slot
 from slime.runtime.worker_watch import WorkerSilent
 from slime.utils.errors import RunStopped, WorkerDied
@@ -248,17 +248,33 @@ def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(made, watche
 
 
 def test_a_wait_for_something_else_ends_with_a_silent_worker():
-    work, failure = concurrent.futures.Future(), concurrent.futures.Future()
-    waiting = FailFastFuture(LocalFuture(work, "rollout", "generate"), failure)
+    work, failure = Call("rollout", "generate"), concurrent.futures.Future()
     with pytest.raises(waits.WaitTimeout, match=r"rollout\.generate: not done"):
-        waiting.result(0.01)
-    assert not waiting.done()
+        work.result(0.01)
     failure.set_exception(WorkerSilent("trainer-1 (pid 7) has not answered for 60 s"))
-    assert waiting.done()
     with pytest.raises(WorkerSilent, match="trainer-1"):
-        waiting.result()
+        result_or_failure(work, failure)
     work.set_result(5)
-    assert FailFastFuture(LocalFuture(work, "rollout", "generate"), concurrent.futures.Future()).result() == 5
+    assert result_or_failure(work, concurrent.futures.Future()) == 5
+
+
+def test_an_answer_that_comes_as_a_look_ends_is_the_answer():
+    class JustInTime:
+        """An answer that arrives between the end of a look and the question whether it is there."""
+
+        def __init__(self):
+            self.looks = 0
+
+        def done(self):
+            return self.looks > 0
+
+        def result(self, deadline_s=None):
+            self.looks += 1
+            if self.looks == 1:
+                raise waits.WaitTimeout(f"generate: not done after {deadline_s} s")
+            return "batch"
+
+    assert result_or_failure(JustInTime(), concurrent.futures.Future()) == "batch"
 
 
 def test_a_long_call_is_no_silence(made, watched):
@@ -301,25 +317,6 @@ def test_closing_ends_every_process(tmp_path):
     ]
     runtime.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def test_an_answer_that_comes_as_a_look_ends_is_the_answer():
-    class JustInTime:
-        """An answer that arrives between the end of a look and the question whether it is there."""
-
-        def __init__(self):
-            self.looks = 0
-
-        def done(self):
-            return self.looks > 0
-
-        def result(self, deadline_s=None):
-            self.looks += 1
-            if self.looks == 1:
-                raise waits.WaitTimeout(f"generate: not done after {deadline_s} s")
-            return "batch"
-
-    assert FailFastFuture(JustInTime(), concurrent.futures.Future()).result() == "batch"
 
 
 def test_a_constructor_that_fails_is_the_cause_of_every_call(runtime):

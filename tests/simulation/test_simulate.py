@@ -1,7 +1,6 @@
 """The real loop on a virtual clock: it is exact, it ends, and what is wrong with it is found."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from slime.rollout import fully_async_rollout
 from slime.rollout.collection.collector import Collector
 from slime.rollout.ledger import Ledger
 from slime.simulation.clock import Clock, Stalled
-from slime.simulation.costs import Costs, EngineCost, TrainerCost, measured_costs
+from slime.simulation.costs import Costs, EngineCost, TrainerCost
 from slime.simulation.fuzz import fuzz, make_case, run_case
 from slime.simulation.modelled_engines import ModelledEngine
 from slime.simulation.simulated_run import Measured, Simulation
@@ -112,9 +111,7 @@ def test_a_request_slows_down_with_those_beside_it():
 
 def test_faults_of_every_kind_are_survived_and_nothing_is_lost(args):
     faults = FaultPlan(
-        tuple(
-            Fault(at, kind, 0, 3.0, 5.0) for at, kind in ((1.0, "engine"), (7.0, "driver"), (13.0, "trainer"))
-        ),
+        tuple(Fault(at, kind) for at, kind in ((1.0, "engine"), (7.0, "driver"), (13.0, "trainer"))),
         engine_restart_s=2.0,
         run_restart_s=5.0,
     )
@@ -167,34 +164,6 @@ def test_lengths_are_as_they_are_asked_for_and_a_mistake_is_named():
         LengthModel.parse("normal:3", 10, 0)
 
 
-def test_costs_of_a_real_run_are_its_medians(tmp_path):
-    rows = [
-        {
-            "rollout/step": i,
-            "perf/step_time": 5.0,
-            "perf/rollout_time": 2.0,
-            "perf/train_time": 2.5,
-            "perf/update_weights_time": 0.25,
-            "rollout/num_samples": 8,
-            "rollout/response_len/mean": 50.0,
-        }
-        for i in range(14)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    costs, told = measured_costs(tmp_path)
-    assert costs.engine.decode_s(8, 0.0) == pytest.approx(8 * 2.0 / 400)
-    assert costs.trainer.step_s([[1.0]]) == pytest.approx(2.75)
-    assert "took 5 s" in told[-1]
-    with pytest.raises(ValueError, match="0 whole steps with perf/engine_forward_time"):
-        measured_costs(tmp_path, slow_rewards=True)
-    rows = [{**row, "perf/engine_forward_time": 0.5} for row in rows]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    costs, told = measured_costs(tmp_path, slow_rewards=True)  # what was waited for is of the rewards
-    assert costs.engine.decode_s(8, 0.0) == pytest.approx(8 * 0.5 / 400)
-    with pytest.raises(ValueError, match="no metrics"):
-        measured_costs(tmp_path / "nowhere")
-
-
 def test_the_command_prints_the_splits_and_the_best_of_them(capsys):
     words = "simulate --hf-checkpoint Qwen/Qwen3-4B --rm-type math --rollout-batch-size 4 --gpus 4 --steps 3 "
     words += "--n-samples-per-prompt 2 --rollout-max-response-len 1024 --loop fully-async"
@@ -203,13 +172,6 @@ def test_the_command_prints_the_splits_and_the_best_of_them(capsys):
     assert "best: " in printed and "engines trainer" in printed and "tokens that taught nothing: " in printed
     assert printed.count("%  ") > 3
     assert max(map(len, printed.splitlines())) <= 80
-
-
-def test_a_run_that_does_not_come_to_its_end_is_no_success(capsys):
-    words = "simulate --model qwen3-4b --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 "
-    words += "--rollout-max-response-len 64 --steps 4 --gpus 4 --driver-faults 3600"
-    assert main(words.split()) == 1
-    assert "did not come to its end" in capsys.readouterr().out
 
 
 def test_the_name_of_a_model_is_enough_of_one(capsys):
@@ -241,8 +203,6 @@ def test_a_model_that_nobody_knows_is_an_error_with_the_names(capsys):
         "--reward-s -1",
         "--reward-s 1:x",
         "--reward-failures 2",
-        "--engine-faults -1",
-        "--engine-faults nan",
     ],
 )
 def test_a_number_that_makes_no_sense_is_refused_by_the_name_of_its_flag(words, capsys, tmp_path):

@@ -121,7 +121,7 @@ def test_a_check_that_cannot_run_says_so_once(model, caplog):
     samples = engine_samples(backend, args)
     agreement = Agreement()
     train(backend, args, samples, agreement=agreement)
-    assert ["no engines got the trainer's weights" in hint for hint in agreement.hints.told.values()] == [
+    assert ["no engines got the trainer's weights" in hint for hint in agreement.hints.texts.values()] == [
         True
     ]
     for sample in samples:
@@ -131,12 +131,12 @@ def test_a_check_that_cannot_run_says_so_once(model, caplog):
         assert "train/staleness/lag_0" not in train(
             backend, args, samples, weight_version=3, agreement=agreement
         )
-    (hint,) = agreement.hints.told.values()
+    (hint,) = agreement.hints.texts.values()
     assert "the samples have no rollout_log_probs" in hint and "return_logprob" in hint
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"].count(hint) == 1
     args = args.replace(logprob_diff_threshold=0.0)
     train(backend, args, samples, weight_version=3, agreement=(silent := Agreement()))
-    assert not silent.hints.told
+    assert not silent.hints.texts
 
 
 def test_older_tokens_beyond_the_threshold_warn_and_name_the_correction(model):
@@ -146,7 +146,7 @@ def test_older_tokens_beyond_the_threshold_warn_and_name_the_correction(model):
     agreement = Agreement()
     for _ in range(2):
         train(backend, args, stale, weight_version=3, agreement=agreement)
-    apart, hint = agreement.hints.told.values()
+    apart, hint = agreement.hints.texts.values()
     assert (
         "older weights sampled (2.0 versions behind 3)" in apart and "--logprob-diff-threshold 0.02" in apart
     )
@@ -159,7 +159,7 @@ def test_a_chosen_correction_is_not_recommended_again(model, correction):
     backend = backend_of(args)
     agreement = Agreement()
     train(backend, args, engine_samples(backend, args, version=2), weight_version=3, agreement=agreement)
-    assert not agreement.hints.told
+    assert not agreement.hints.texts
 
 
 def many(backend, args):
@@ -188,7 +188,7 @@ def test_a_difference_below_the_threshold_that_is_no_rounding_is_told(model, bac
             trainer[i] = trainer[i] + 0.1 * torch.randn(len(trainer[i]), generator=generator)
     agreement = Agreement()
     agreement.check(backend, args, samples_to_batch(args, samples), trainer, 3)
-    hints = list(agreement.hints.told.values())
+    hints = list(agreement.hints.texts.values())
     assert not hints if told is None else told in hints[0]
 
 
@@ -218,7 +218,7 @@ def test_a_difference_that_grows_with_the_pushes_is_told_with_its_remedy(model, 
     for version, noise in enumerate((0.0, 0.2, 0.3), 1):
         samples = engine_samples(backend, args, num_groups=32, group_size=4, noise=noise, version=version)
         train(backend, args, samples, weight_version=version, agreement=agreement)
-    (hint,) = agreement.hints.told.values()
+    (hint,) = agreement.hints.texts.values()
     assert "2 weight pushes after" in hint and "a policy that the engines do not have" in hint
     assert "--fp8-rounding stochastic" in hint and "--check-weight-update-equal" in hint
 
@@ -237,7 +237,7 @@ def test_samples_of_a_custom_loss_are_compared_where_a_pass_saw_them(model, tmp_
     args = trainer_args(model, **own, compute_advantages_and_returns=False)
     agreement = Agreement()
     train(backend, args, engine_samples(backend, args, noise=1.0), weight_version=3, agreement=agreement)
-    assert ["custom_loss has no pass of ours" in hint for hint in agreement.hints.told.values()] == [True]
+    assert ["custom_loss has no pass of ours" in hint for hint in agreement.hints.texts.values()] == [True]
 
 
 def test_what_is_measured_over_a_batch_is_the_sum_over_its_tokens():

@@ -48,8 +48,7 @@ SETTINGS = {
     "token mean": dict(loss_reduction="token_mean", calculate_per_token_loss=True),
     "critic": dict(advantage_estimator="ppo", critic_lr=1e-2),
     "entropy and kl": dict(entropy_coef=0.1, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"),
-    "covariance": dict(policy_loss_type="kl_cov"),
-    "self-normalised weights": dict(use_tis=True, tis_batch_normalize=True),
+    "weights": dict(use_tis=True),
     "sft": dict(loss_type="sft_loss"),
     "sgd": dict(optimizer="sgd"),
 }

@@ -3,11 +3,9 @@
 import gzip
 import json
 import sys
-from functools import partial
 
 import pytest
 import torch
-from step_helpers import SGD
 from trainer_helpers import backend_of, random_samples, train, trainer_args, weights_of
 
 from slime.step.profiling import ACTOR, LOG_PROBS, StepProfiler
@@ -71,28 +69,3 @@ def test_a_loss_that_is_computed_again_gives_the_same_weights(model, tmp_path):
 def count_and_call(seen, original, micro_batches, **options):
     seen.append(len(micro_batches))
     return original(micro_batches, **options)
-
-
-def test_passes_before_training_may_have_larger_micro_batches(model, monkeypatch):
-    sizes, weights = {}, {}
-    for budget in (None, 200):
-        args = trainer_args(
-            model,
-            **SGD,
-            use_dynamic_batch_size=True,
-            max_tokens_per_gpu=30,
-            log_probs_max_tokens_per_gpu=budget,
-            use_rollout_entropy=True,
-            log_correct_samples=True,
-        )
-        backend = backend_of(args)
-        seen = []
-        original = backend.log_probs
-        monkeypatch.setattr(backend, "log_probs", partial(count_and_call, seen, original))
-        metrics = train(backend, args, random_samples(2, 4))
-        sizes[budget] = seen[0]
-        weights[budget] = weights_of(backend)
-    assert metrics["rollout/correct_entropy"] > 0
-    assert sizes[200] < sizes[None]
-    for name, value in weights[None].items():
-        assert (value - weights[200][name]).abs().max() < 1e-5

@@ -109,6 +109,6 @@ def read_settings(words, **options):
     try:
         return parse_args(words, **options)
     except ValueError as error:
-        if str(error) == "--train-backend megatron needs megatron-core: pip install 'slime[megatron]'.":
+        if str(error) == "--train-backend megatron needs megatron-core: pip install 'slime-rl[megatron]'.":
             pytest.skip(str(error))
         raise

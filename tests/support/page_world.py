@@ -11,7 +11,7 @@ from unittest import mock
 from aiohttp import web
 from patience import PATIENCE_S
 
-from slime.dashboard import sample_pages
+from slime.dashboard import distributions, sample_pages
 from slime.dashboard.access import Access
 from slime.dashboard.run_folder import open_runs
 from slime.dashboard.server import Page
@@ -43,12 +43,13 @@ def make_sample(step, group, copy, rng, text=None, length=6):
     )
 
 
-def make_run(folder: Path, steps=6, *, exit="finished", text=None, lr=1e-6, advice=True) -> Path:
+def make_run(folder: Path, steps=6, *, exit="finished", text=None, lr=1e-6, advice=True, seed=0) -> Path:
     """A run of two prompts with four answers each a step."""
     rng = random.Random(0)
     (folder / "logs").mkdir(parents=True)
     settings = {
         "lr": {"value": lr, "source": "command line"},
+        "seed": {"value": seed, "source": "command line"},
         "num_rollout": {"value": steps, "source": "command line"},
         "loss_type": {"value": "policy_loss", "source": "default"},
         "advantage_estimator": {"value": "grpo", "source": "default"},
@@ -89,6 +90,53 @@ def make_run(folder: Path, steps=6, *, exit="finished", text=None, lr=1e-6, advi
             "[2026-09-21 12:54:20] cluster.py:1 - WARNING: advice: 75% of the answers were cut; raise it."
         )
     (folder / "logs" / "driver.log").write_text("\n".join(log) + "\n")
+    return folder
+
+
+# Token id -> text, of an episode with a tool call, its result, and a fork after the first turn.
+EPISODE_TEXTS = {
+    100: "<|im_start|>system\nUse the tool.<|im_end|>\n<|im_start|>user\nWhat is 12*3?<|im_end|>\n",
+    101: "<|im_start|>assistant\n",
+    102: "I will calculate. ",
+    103: '<tool_call>{"name": "calculate", "arguments": {"expression": "12*3"}}</tool_call>',
+    104: "<|im_end|>\n<|im_start|>user\n<tool_response>\n36 <img src=x>\n</tool_response><|im_end|>\n",
+    105: "It is 36.",
+    106: "It is 63.",
+    107: "<|im_end|>",
+}
+
+
+def make_agent_run(folder: Path) -> Path:
+    """A run of one group: an episode of two branches that share the first turn, and one of a single turn."""
+    make_run(folder, 1)
+    writer = RecordWriter(folder / "record.db", "abc", 256 << 20)
+    turn = {"start": 0, "end": 2, "trained": True, "finish": "tool_calls", "tool_calls": ["calculate"]}
+    first = {"turn": 0, **turn, "engine_s": 0.5, "other_s": 0.0, "reward": 0.25}
+    samples = []
+    for copy, (number, token) in enumerate(((1, 105), (2, 106))):
+        last = {"turn": number, "start": 4, "end": 6, "trained": True, "finish": "stop", "tool_calls": []}
+        samples.append(
+            Sample(
+                group_index=90,
+                index=900 + copy,
+                rollout_id=900,
+                prompt="What is 12*3?",
+                tokens=[100, 101, 102, 103, 104, 101, token, 107],
+                response="".join(EPISODE_TEXTS[i] for i in (102, 103, 104, 101, token, 107)),
+                response_length=6,
+                label="36",
+                reward=float(copy == 0),
+                rollout_log_probs=[-0.1, -2.0, 0.0, 0.0, -0.5, -0.1],
+                loss_mask=[1 - copy, 1 - copy, 0, 0, 1, 1],
+                version_spans=[*[("run:1", 0, 2)][copy:], ("run:2", 4, 6)],
+                metadata={"turns": [{**first, "trained": copy == 0}, {**last, "other_s": 1.5}]},
+                status=Sample.Status.COMPLETED,
+            )
+        )
+    book = PieceBook(lambda ids: [EPISODE_TEXTS[i] for i in ids])
+    writer.add("train", 1, group_entries([samples], "trained"), version="run:2")
+    writer.submit("pieces", lambda connection: book.write(connection, samples))
+    writer.close()
     return folder
 
 
@@ -139,9 +187,11 @@ def serving(*folders: Path, host="127.0.0.1", may_act=True):
     thread.start()
     assert started.wait(60)
     try:
-        with mock.patch.object(
-            sample_pages, "_DEADLINE_S", PATIENCE_S
-        ):  # a busy machine finds all there is, too
+        # A busy machine finds all there is, too.
+        with (
+            mock.patch.object(sample_pages, "_DEADLINE_S", PATIENCE_S),
+            mock.patch.object(distributions, "_LONGEST_S", PATIENCE_S),
+        ):
             yield f"http://127.0.0.1:{found['port']}", access.token
     finally:
         ended.set()

@@ -21,7 +21,6 @@ class Ragged:
     reference: list[Tensor]
     advantages: list[Tensor]
     masks: list[Tensor]
-    selected: list[Tensor]
 
     @property
     def lengths(self) -> list[int]:
@@ -57,7 +56,6 @@ def make(lengths: list[int], seed: int) -> Ragged:
         reference=near(0.5),
         advantages=[normal(1).expand(n).clone() for n in lengths],
         masks=masks,
-        selected=[torch.randint(0, 2, (n,), generator=g).double() for n in lengths],
     )
 
 

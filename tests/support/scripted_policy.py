@@ -1,6 +1,6 @@
 """A double of the engines: it answers with token ids that the test chose, and remembers what it was asked."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime.agent.engine_access import Made
@@ -32,16 +32,12 @@ class ScriptedPolicy:
         self.made.append(made)
         return made
 
-    async def stream(
+    async def generate(
         self,
         prompt_ids: Sequence[int],
         sampling: Mapping[str, Any],
         *,
         session: str | None = None,
         images: Any = None,
-        whole: bool = False,
-    ) -> AsyncGenerator[Made, None]:
-        made = self._answer(list(prompt_ids))
-        for count in range(1, 0 if whole else len(made.ids)):
-            yield Made(made.ids[:count], made.log_probs[:count], [], None)
-        yield made
+    ) -> Made:
+        return self._answer(list(prompt_ids))

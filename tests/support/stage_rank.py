@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from slime.utils.http_utils import authorize
 from slime.weight_sync import distributed
 from slime.weight_sync.base import NamedTensors, SenderOptions, Target
-from slime.weight_sync.stage_turns import StagePlace, StageTurns
+from slime.weight_sync.stage_turns import StageTurns
 
 DEADLINE_S = 30
 BUCKET = 4  # tensors
@@ -35,6 +36,14 @@ def stage_tensors(model: str, stage: int, num_stages: int) -> NamedTensors:
     items = [item for file in sorted(Path(model).glob("*.safetensors")) for item in load_file(file).items()]
     share = -(-len(items) // num_stages)
     return items[stage * share : (stage + 1) * share]
+
+
+class StagePlace(NamedTuple):
+    """Where a rank stands in the pipeline; the first rank of a stage sends."""
+
+    stage: int = 0
+    num_stages: int = 1
+    is_first: bool = True
 
 
 def buckets(job: dict, place: StagePlace) -> Iterator[NamedTensors]:
@@ -61,7 +70,7 @@ def main(rank: int, num_stages: int, world: int, port: int, deadline_s: int) -> 
         "slime-x", Path("unused"), "model", rank, deadline_s=deadline_s, stage=place.stage
     )
     sender = distributed.DistributedSender(options) if place.is_first else None
-    turns = StageTurns(place, sender, 3.0 * deadline_s)
+    turns = StageTurns(place.stage, place.num_stages, sender, 3.0 * deadline_s)
     say(ready=True)
     for line in sys.stdin:
         job = json.loads(line)

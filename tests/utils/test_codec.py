@@ -17,7 +17,7 @@ from slime.utils.types import Sample
 atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 keys = st.text() | st.integers() | st.booleans() | st.tuples(st.integers(), st.text())
 values = st.recursive(
-    atoms | st.lists(st.integers(-(2**70), 2**70)) | st.lists(st.floats()) | st.complex_numbers(),
+    atoms | st.lists(st.integers(-(2**70), 2**70)) | st.lists(st.floats()),
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
     max_leaves=20,
 )
@@ -197,9 +197,3 @@ def test_torch_is_loaded_only_for_tensors():
     )
     command = [sys.executable, "-c", code, encode([torch.ones(2)]).hex()]
     subprocess.run(command, check=True, timeout=300)
-
-
-def test_a_missing_msgpack_is_named_when_it_is_needed():
-    code = "import sys; sys.modules['msgpack'] = None; from slime.utils.codec import encode; encode(1)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert "pip install msgpack" in found.stderr.splitlines()[-1]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from multiprocessing import forkserver
 
+import psutil
 import pytest
 from patience import PATIENCE_S, eventually
 
@@ -105,7 +106,9 @@ def test_what_the_fork_server_cannot_do_is_executed(program, tmp_path):
         assert isinstance(code, subprocess.Popen) and code.wait(PATIENCE_S) == 7
         before = begin(program, tmp_path / "before")
         assert isinstance(before, WarmChild) and before.wait(PATIENCE_S) == 7
-        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+        server = psutil.Process(forkserver._forkserver._forkserver_pid)
+        server.kill()
+        eventually(lambda: server.status() == psutil.STATUS_ZOMBIE)
         after = begin(program, tmp_path / "after")
         assert facts_of(after, tmp_path / "after")["words"] == []
 

@@ -50,6 +50,14 @@ def trained(generator, messages, tools=None):
     return generator.get_text_from_loss_mask(ids, mask)
 
 
+def test_text_has_no_template_and_ends_with_the_end_of_sequence():
+    generator = make_generator("text")
+    assert trained(generator, [{"role": "assistant", "content": "1+1=2"}]) == ["+1=2<|im_end|>"]
+    pair = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    assert trained(generator, pair) == ["2<|im_end|>"]
+    assert generator.tokenizer.decode(generator.get_loss_mask(pair)[0]) == "1+1=2<|im_end|>"
+
+
 @pytest.mark.parametrize("family", ["qwen", "qwen3", "qwen3_5"])
 def test_what_the_assistant_wrote_is_trained_and_nothing_else(family):
     generator = make_generator(family)
@@ -114,14 +122,6 @@ def test_an_assistant_that_speaks_first_is_not_trained_on_its_header():
 
 def test_response_length_counts_from_the_first_trained_token():
     assert make_generator("qwen").get_response_lengths([[0, 1, 0, 1], [0, 0], [1]]) == [3, 0, 1]
-
-
-def test_media_tokens_shift_the_mask_to_the_right():
-    generator = make_generator("qwen")
-    talk = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "2+2?"}]}, TALK[2]]
-    _, plain = generator.get_loss_mask([TALK[1], TALK[2]])
-    ids, mask = generator.get_loss_mask_with_multimodal_alignment(talk, [0] * (len(plain) + 5))
-    assert mask == [0] * 5 + plain and len(ids) == len(mask)
 
 
 def test_an_unknown_family_is_an_error():

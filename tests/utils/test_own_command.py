@@ -16,6 +16,9 @@ from slime.utils.machine.own_command import as_typed
 ROOT = Path(__file__).parents[2]
 SUGGESTION = re.compile(rf"(?<!\w)slime (?:{'|'.join(COMMANDS)})\b(?!:)[^\n]*")
 NAMED = (  # as names, or within files that others read too
+    "slime train]",
+    "slime train` with these flags; what you give replaces them:",
+    "slime sweep [--set NAME=VALUE,VALUE ...] [--seeds N] [--out DIR] -- [sft|dpo|...|train] FLAGS",
     "slime train",
     "slime ask",
     "slime train, execute_train)",

@@ -158,7 +158,7 @@ def test_a_server_that_lives_and_fails_on_a_request_is_asked_a_few_times_and_tol
     monkeypatch.setattr(http_utils, "_warned_at", float("-inf"))
     error, count = call([500] * 60)
     assert (error.status, count) == (500, 1 + http_utils._ANSWERED_RETRIES)
-    assert caplog.text.count("the request is sent again") == 1
+    assert caplog.text.count("the request is retried") == 1
     assert call([503] * 20 + [200]) == ({"ok": True}, 21)
 
 

@@ -17,7 +17,7 @@ from slime.weight_sync.disk import until_written
 from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.weight_sync.transports import choose_transport
-from slime.weight_sync.verify import check_replicas, differing
+from slime.weight_sync.verify import differing
 from slime.wire.manifest import fill_bucket, plan_bucket
 
 SGLANG = ("disk", "tensor", "distributed")
@@ -153,9 +153,6 @@ def test_an_engine_that_refuses_a_live_push_is_reported_and_the_next_push_is_fre
 
 def test_engines_that_differ_are_told_with_their_tensors():
     assert differing({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == ["b", "c"]
-    check_replicas({"x": {"a": "1"}, "y": {"a": "1"}})
-    with pytest.raises(RuntimeError, match=r"engines x and y hold different weights in 1 tensors: \['a'\]"):
-        check_replicas({"x": {"a": "1"}, "y": {"a": "2"}})
 
 
 def test_a_late_copy_is_the_weights_at_the_time_of_the_push_and_appears_whole(tmp_path):

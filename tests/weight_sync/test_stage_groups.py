@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_under_test import small_embedded_command
 from patience import LONG_S, PATIENCE_S, eventually
-from stage_rank import DEADLINE_S, buckets
+from stage_rank import DEADLINE_S, StagePlace, buckets
 from stage_ranks import StageRanks
 from tiny_model import make_tiny_model
 
@@ -22,7 +22,7 @@ from slime.utils.machine import shm
 from slime.utils.machine.children import thread_environment
 from slime.weight_sync.base import LiveReport, SenderOptions, Target, WeightBundle
 from slime.weight_sync.distributed import DistributedSender
-from slime.weight_sync.stage_turns import StagePlace, StageTurns
+from slime.weight_sync.stage_turns import StageTurns
 from slime.wire.control import EngineControl
 
 
@@ -119,9 +119,7 @@ class OneStage:
         )
 
     def push(self, targets, version: str, model: Path) -> list[dict]:
-        report = StageTurns(StagePlace(), self.sender).send(
-            version, targets, buckets({"model": model}, StagePlace())
-        )
+        report = StageTurns(0, 1, self.sender).send(version, targets, buckets({"model": model}, StagePlace()))
         return [{"failures": report.failures, "num_tensors": report.num_tensors, "nbytes": report.nbytes}]
 
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from fake_engine import FakeEngine
 
+from slime.liveness.waits import WaitTimeout
 from slime.utils.async_utils import run
 from slime.utils.http_utils import HttpError
 from slime.wire.client import EngineClient
@@ -55,6 +56,13 @@ def test_a_member_is_answered_when_it_is_finished_and_not_with_the_last():
         finished, aborted = run(scene(engine))
     assert finished == ["length", "length"] and aborted == "abort"
     assert engine.group_sizes == [3]
+
+
+def test_a_member_that_is_late_times_out_and_is_not_sent_again():
+    with FakeEngine(lambda payload, _: {"hold": True} if payload["rid"] == "r1" else None) as engine:
+        answers = ask(engine, *(request(n) for n in range(3)), timeout_s=1.0)
+    assert isinstance(answers[1], WaitTimeout) and "3 requests of group g" in str(answers[1])
+    assert engine.paths.count("/generate") == 1
 
 
 @pytest.mark.parametrize("fault", [500, 400, {"break": True}])

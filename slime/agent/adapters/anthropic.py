@@ -12,14 +12,12 @@ from slime.agent.adapters.dialect import (
     Call,
     ClientDialect,
     Reply,
-    Stream,
     content_of,
     folded,
     function_tool,
     paired,
 )
 from slime.agent.adapters.shapes import COUNT, FUNCTION, SOME_TEXT, Kinds, Number, check
-from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS
 from slime.agent.trajectory import Message
 
@@ -103,8 +101,21 @@ class Messages(ClientDialect):
             "usage": {"input_tokens": reply.num_prompt, "output_tokens": len(reply.made.ids)},
         }
 
-    def stream(self, call: Call) -> Stream:
-        return _MessageStream(call)
+    def events(self, reply: Reply) -> bytes:
+        usage = {"input_tokens": reply.num_prompt, "output_tokens": 0}
+        begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        out = _event("message_start", message={**self.answer(reply), **begun})
+        for index, block in enumerate(blocks_of(reply)):
+            empty, deltas = _opened(block)
+            out += _event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                out += _event("content_block_delta", index=index, delta=delta)
+            out += _event("content_block_stop", index=index)
+        written = {"output_tokens": len(reply.made.ids)}
+        return out + _event("message_delta", delta=_ending(reply), usage=written) + _event("message_stop")
+
+    def error_event(self, error: ApiError, call: Call) -> bytes:
+        return _event("error", error=_error(error))
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return {"type": "error", "error": _error(error)}
@@ -170,73 +181,22 @@ def _ending(reply: Reply) -> dict[str, Any]:
     return {"stop_reason": _STOP_REASONS.get(reply.made.finish or "", "end_turn"), "stop_sequence": None}
 
 
-class _MessageStream(Stream):
-    """Writes events with one open block at a time; another kind of text closes it."""
+def _event(kind: str, **data: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._index = -1
-        self._kind: str | None = None
 
-    def _event(self, kind: str, **data: Any) -> bytes:
-        return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
-
-    def start(self, num_prompt: int) -> bytes:
-        message: dict[str, Any] = {
-            "id": f"msg_{self._call.response_id}",
-            "type": "message",
-            "role": "assistant",
-            "model": self._call.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {"input_tokens": num_prompt, "output_tokens": 0},
-        }
-        return self._event("message_start", message=message)
-
-    def _open(self, kind: str, block: dict[str, Any]) -> bytes:
-        closed = self._close()
-        self._index += 1
-        self._kind = kind
-        return closed + self._event("content_block_start", index=self._index, content_block=block)
-
-    def _close(self) -> bytes:
-        if self._kind is None:
-            return b""
-        out = b""
-        if self._kind == "thought":
-            out = self._delta({"type": "signature_delta", "signature": ""})
-        self._kind = None
-        return out + self._event("content_block_stop", index=self._index)
-
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return self._event("content_block_delta", index=self._index, delta=delta)
-
-    def piece(self, kind: str, text: str, new: Made | None) -> bytes:
-        if not text:
-            return b""
-        name = "text" if kind == "text" else "thinking"
-        out = b""
-        if self._kind != kind:
-            signature = {} if kind == "text" else {"signature": ""}
-            out = self._open(kind, {"type": name, name: "", **signature})
-        return out + self._delta({"type": f"{name}_delta", name: text})
-
-    def end(self, reply: Reply) -> bytes:
-        out = b""
-        for call in reply.tool_calls:
-            function = call["function"]
-            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
-            out += self._open("call", block)
-            text = json.dumps(function["arguments"], ensure_ascii=False)
-            out += self._delta({"type": "input_json_delta", "partial_json": text})
-        out += self._close()
-        usage = {"output_tokens": len(reply.made.ids)}
-        out += self._event("message_delta", delta=_ending(reply), usage=usage)
-        return out + self._event("message_stop")
-
-    def error(self, error: ApiError) -> bytes:
-        return self._event("error", error=_error(error))
+def _opened(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the empty block with which a block's events start, and the deltas that fill it."""
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "thinking":
+        signature = {"type": "signature_delta", "signature": ""}
+        return {**block, "thinking": ""}, [
+            {"type": "thinking_delta", "thinking": block["thinking"]},
+            signature,
+        ]
+    text = json.dumps(block["input"], ensure_ascii=False)
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
 
 
 class AnthropicAdapter(BaseAdapter):

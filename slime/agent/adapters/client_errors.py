@@ -20,7 +20,7 @@ from slime.utils.http_utils import HttpError
 class ApiError(Exception):
     """An error response. `retry` False: a header asks clients not to send the request again.
 
-    `kind` is invalid, auth, not_found, too_large, context, budget, closed, engine, ours or unknown_answer.
+    `kind` is invalid, auth, not_found, too_large, context, budget, closed, engine or ours.
     """
 
     def __init__(

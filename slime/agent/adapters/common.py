@@ -1,19 +1,17 @@
 """The HTTP endpoint for agent programs: sessions by key, and one turn from its request to its record.
 
-A response is recorded once it is written to the connection: what a client never received is not trained. When
-a client disconnects, its request ends at the engine and its session continues. A client that lost a finished
-response and repeats its request receives that response.
+A response is recorded once it is written to the connection; a response that a client never received is not
+trained on. When a client disconnects, its request ends at the engine and its session continues. A stream
+sends the events of a response when it is complete; until then comments keep the connection alive.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -21,14 +19,11 @@ from uuid import uuid4
 from aiohttp import web
 
 from slime.agent.adapters.client_errors import ApiError, api_error, invalid
-from slime.agent.adapters.dialect import Call, ClientDialect, Reply, Stream, folded, json_object, paired
-from slime.agent.adapters.live_text import LiveText, Piece
+from slime.agent.adapters.dialect import Call, ClientDialect, Reply, folded, json_object
 from slime.agent.engine_access import EnginePolicy, Made, Policy
-from slime.agent.history import conversation
 from slime.agent.parsing import parser_for
 from slime.agent.rendering import History, Renderer
 from slime.agent.session import Asked, Budget, Session
-from slime.agent.trajectory import Message, TurnNode
 from slime.arguments import PluginArgs
 from slime.rollout.generation.client_requests import ClientRequests
 from slime.utils import http_utils
@@ -41,7 +36,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 << 20
 _REMEMBERED = 4096  # closed sessions whose keys are still recognised
 _POLL_S = 0.02
-_MAX_UNREAD = 8
+_KEEP_ALIVE_S = 15.0
 
 
 def flatten_content(content: Any) -> str:
@@ -68,27 +63,6 @@ class _Open:
 
     session: Session
     tasks: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
-    unread: dict[bytes, tuple[Asked, Made]] = field(default_factory=dict)  # finished, but never received
-    last: tuple[bytes, str, Asked, Made] | None = None  # the response that was delivered last
-    # Responses that a request may continue, by id; whether the first message was instructions.
-    kept: dict[str, tuple[TurnNode, bool]] = field(default_factory=dict)
-
-    def keep(self, digest: bytes, asked: Asked, made: Made) -> None:
-        """Keep a response that its client lost, until the client repeats its request."""
-        self.unread[digest] = (asked, made)
-        if len(self.unread) > _MAX_UNREAD:
-            del self.unread[next(iter(self.unread))]
-
-
-@dataclass(slots=True)
-class _Exchange:
-    """One request and the session that it belongs to."""
-
-    request: web.Request
-    protocol: ClientDialect
-    held: _Open
-    body: dict[str, Any]
-    digest: bytes  # of the body: a retry has the same
 
 
 class BaseAdapter:
@@ -226,12 +200,12 @@ class BaseAdapter:
             held.session.end()
             self._over.append(sid)
 
-    def _find(self, request: web.Request, protocol: ClientDialect, body: Mapping[str, Any]) -> _Open:
+    def _find(self, request: web.Request) -> _Open:
         """Return the session that a request belongs to."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else None
         named = request.match_info.get("sid") or bearer or request.headers.get("X-Api-Key")
-        key = named or protocol.key_in(body) or "default"
+        key = named or "default"
         held = self._sessions.get(key)
         if held is not None:
             return held
@@ -244,126 +218,84 @@ class BaseAdapter:
     # -- one request ---------------------------------------------------------------------------------------
 
     def _handler(
-        self, protocol: ClientDialect, serve: Callable[[_Exchange], Any]
+        self,
+        protocol: ClientDialect,
+        serve: Callable[[web.Request, _Open, ClientDialect, dict[str, Any]], Any],
     ) -> Callable[[web.Request], Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                raw = await request.read()
-                body = json_object(raw)
-                held = self._find(request, protocol, body)
-                digest = hashlib.blake2b(raw, digest_size=16).digest()
+                body = json_object(await request.read())
+                held = self._find(request)
                 task = asyncio.current_task()
                 assert task is not None, "a handler runs in a task"
                 held.tasks[task] = asyncio.get_running_loop()
                 try:
-                    response: web.StreamResponse = await serve(
-                        _Exchange(request, protocol, held, body, digest)
-                    )
+                    response: web.StreamResponse = await serve(request, held, protocol, body)
                     return response
                 finally:
                     held.tasks.pop(task, None)
             except web.HTTPRequestEntityTooLarge:
-                told = ApiError(
+                message = ApiError(
                     413, "too_large", f"Request exceeds {self.max_body_bytes} bytes.", retry=False
                 )
             except web.RequestPayloadError as error:  # truncated, or not compressed as its header says
-                told = invalid(f"We could not read the body of your request: {error}")
+                message = invalid(f"We could not read the body of your request: {error}")
             except Exception as error:
-                told = api_error(error)
-                if told.kind == "ours":
-                    logger.exception("A request of an agent program failed.")
-            return web.json_response(protocol.error(told), status=told.status, headers=told.headers)
+                message = api_error(error)
+                if message.kind == "ours":
+                    logger.exception(
+                        "A request of an agent program failed; the program gets an error response."
+                    )
+            return web.json_response(protocol.error(message), status=message.status, headers=message.headers)
 
         return handle
 
-    async def _count(self, one: _Exchange) -> web.StreamResponse:
-        call = self._read(one.protocol, {"max_tokens": 1, **one.body})
-        prompt_ids = one.held.session.prompt(call.messages, call.tools)[0]
-        return web.json_response(one.protocol.count(len(prompt_ids)))
+    async def _count(
+        self, request: web.Request, held: _Open, protocol: ClientDialect, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        call = self._read(protocol, {"max_tokens": 1, **body})
+        prompt_ids = held.session.prompt(call.messages, call.tools)[0]
+        return web.json_response(protocol.count(len(prompt_ids)))
 
     def _read(self, protocol: ClientDialect, body: dict[str, Any]) -> Call:
         call = protocol.read(body)
         call.response_id, call.tokenizer = uuid4().hex[:24], self.tokenizer
-        if self._folds and call.after is None:
+        if self._folds:
             call.messages = folded(call.messages)
         return call
 
-    def _with_earlier(self, held: _Open, call: Call) -> list[Message]:
-        """Return the conversation that `previous_response_id` names, extended by the request.
-
-        Instructions are those of the request alone, as in the real API.
-        """
-        if (known := held.kept.get(call.after or "")) is None:
-            told = f"Previous response with id 'resp_{call.after}' not found."
-            raise ApiError(400, "unknown_answer", told, param="previous_response_id", retry=False)
-        node, had_instructions = known
-        head = int(call.has_instructions)
-        before = conversation(node)[int(had_instructions) :]
-        messages = [*call.messages[:head], *before, *call.messages[head:]]
-        return paired(folded(messages) if self._folds else messages)
-
-    async def _turn(self, one: _Exchange) -> web.StreamResponse:
-        held, call = one.held, self._read(one.protocol, one.body)
-        if call.after is not None:
-            call.messages = self._with_earlier(held, call)
-        if (lost := held.unread.pop(one.digest, None)) is not None:
-            return await self._respond(one, call, lost[0], _again(lost[1]))
-        # The SDKs of OpenAI and Anthropic mark a retry.
-        is_retry = one.request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        if is_retry and held.last is not None and held.last[0] == one.digest:
-            _, call.response_id, asked, made = held.last
-            return await self._respond(one, call, asked, _again(made), record=False)
-        asked = held.session.ask(call.messages, call.tools, call.sampling)
-        return await self._respond(one, call, asked, held.session.stream(asked, whole=not call.stream))
-
-    async def _respond(
-        self,
-        one: _Exchange,
-        call: Call,
-        asked: Asked,
-        answers: AsyncGenerator[Made, None],
-        *,
-        record: bool = True,
+    async def _turn(
+        self, request: web.Request, held: _Open, protocol: ClientDialect, body: dict[str, Any]
     ) -> web.StreamResponse:
-        """Write a response, and record it once it is written.
-
-        The headers of a stream are sent with its first token, so that earlier errors have a status.
-        """
-        held, stream, live = one.held, one.protocol.stream(call), self._live(call, asked)
+        """Generate a response and write it; record it once it is written."""
+        call = self._read(protocol, body)
+        asked = held.session.ask(call.messages, call.tools, call.sampling)
+        work = asyncio.ensure_future(held.session.generate(asked))
         response: web.StreamResponse | None = None
-        made, seen = Made(), 0
         try:
-            async with contextlib.aclosing(answers):
-                async for made in answers:
-                    if call.stream and response is None:
-                        response = await _begin(one.request, stream.start(asked.num_prompt))
-                    pieces = list(live.feed(made.ids)) if response and made.finish is None else []
-                    if response and pieces:
-                        new = _slice(made, seen)
-                        seen = len(made.ids)
-                        await response.write(b"".join(_written(stream, pieces, new)))
-            reply = self._reply(held, call, asked, made)
-            if response is not None:
-                pieces = list(live.rest(reply.parsed)) or [("text", "")]
-                written = _written(stream, pieces, _slice(made, seen))
-                await response.write(b"".join([*written, stream.end(reply)]))
-            else:
-                response = web.json_response(one.protocol.answer(reply))
-                await response.prepare(one.request)
-                await response.write_eof()
-        except (asyncio.CancelledError, ConnectionError):
-            if record and made.finish is not None:
-                held.keep(one.digest, asked, made)
-            raise
+            while not (await asyncio.wait([work], timeout=_KEEP_ALIVE_S if call.stream else None))[0]:
+                # The headers are sent late, so that errors before have a status.
+                response = response or await _begin(request)
+                await response.write(b": the model is writing\n\n")
+            reply = self._reply(held, call, asked, work.result())
         except Exception as error:
-            if response is None or not call.stream:
+            if response is None:
                 raise
-            told = api_error(error)
-            logger.warning("Session %s: a streamed response broke: %s", held.session.session_id, told.message)
-            await response.write(stream.error(told))
+            message = api_error(error)
+            logger.warning("Session %s: a stream ended early: %s", held.session.session_id, message.message)
+            await response.write(protocol.error_event(message, call))
             return response
-        if record:
-            self._record(one, reply)
+        finally:
+            work.cancel()
+            await asyncio.wait([work])  # an abort reaches the engine before the request counts as ended
+        if call.stream:
+            response = response or await _begin(request)
+            await response.write(protocol.events(reply))
+        else:
+            response = web.json_response(protocol.answer(reply))
+            await response.prepare(request)
+            await response.write_eof()
+        self._record(held, reply)
         await response.write_eof()
         return response
 
@@ -372,24 +304,8 @@ class BaseAdapter:
         parsed = self.parser(held.session.text_of(made), tools, asked.opens_thought)
         return Reply(call, asked, made, parsed, held.session.message_of(asked, parsed))
 
-    def _live(self, call: Call, asked: Asked) -> LiveText:
-        marks = self.parser.starts if asked.tools and call.uses_tools else ()
-        stops = call.sampling.get("stop") or ()
-        return LiveText(
-            self.tokenizer,
-            marks=marks,
-            stops=stops,
-            opens_thought=asked.opens_thought,
-            held=self.parser.needs_all,
-        )
-
-    def _record(self, one: _Exchange, reply: Reply) -> None:
-        held = one.held
+    def _record(self, held: _Open, reply: Reply) -> None:
         node = held.session.record(reply.asked, reply.made, reply.parsed).node
-        reply.asked.prompt_ids = []  # the tree has them
-        held.last = (one.digest, reply.call.response_id, reply.asked, reply.made)
-        if reply.call.keeps:
-            held.kept[reply.call.response_id] = (node, reply.call.has_instructions)
         if self.debug_callback is not None:
             self.debug_callback(
                 {
@@ -427,22 +343,7 @@ async def _close_connections(app: web.Application) -> None:
     await http_utils.close_session()
 
 
-async def _again(made: Made) -> AsyncGenerator[Made, None]:
-    yield made
-
-
-async def _begin(request: web.Request, first: bytes) -> web.StreamResponse:
+async def _begin(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    await response.write(first)
     return response
-
-
-def _slice(made: Made, start: int) -> Made:
-    return Made(made.ids[start:], made.log_probs[start:], [], made.finish, made.stop_id)
-
-
-def _written(stream: Stream, pieces: list[Piece], new: Made) -> Iterator[bytes]:
-    """Yield the events of the pieces; new tokens travel with the first."""
-    for place, (kind, text) in enumerate(pieces):
-        yield stream.piece(kind, text, new if place == 0 else None)

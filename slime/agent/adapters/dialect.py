@@ -1,12 +1,10 @@
-"""An API for chat clients: how requests are read into one form, and responses and streams are written."""
+"""Interface of a chat API: converts its requests into a common form, and writes responses and streams."""
 
 from __future__ import annotations
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,7 +17,6 @@ from slime.agent.trajectory import Message
 from slime.utils.media.pictures import NotAnImage
 
 _NOT_JSON = "We could not parse the JSON body of your request"
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or in bytes
 
 
 @dataclass(slots=True)
@@ -34,9 +31,6 @@ class Call:
     logprobs: bool = False
     include_usage: bool = True  # of a stream
     uses_tools: bool = True  # False: calls in the response are text
-    has_instructions: bool = False  # the first message applies to this request only
-    keeps: bool = False  # a later request may name the response instead of sending it again
-    after: str | None = None  # the id of the response that the messages follow
     response_id: str = ""  # set by the adapter
     tokenizer: Any = None  # set by the adapter
 
@@ -53,32 +47,15 @@ class Reply:
 
     @property
     def num_prompt(self) -> int:
-        return self.asked.num_prompt
+        return len(self.asked.prompt_ids)
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
         return self.message.get("tool_calls") or []
 
 
-class Stream(ABC):
-    """The events of one streamed response, as bytes."""
-
-    @abstractmethod
-    def start(self, num_prompt: int) -> bytes: ...
-
-    @abstractmethod
-    def piece(self, kind: str, text: str, new: Made | None) -> bytes: ...
-
-    @abstractmethod
-    def end(self, reply: Reply) -> bytes:
-        """Return all that follows the last piece: calls, usage, finish reason."""
-
-    @abstractmethod
-    def error(self, error: ApiError) -> bytes: ...
-
-
 class ClientDialect(ABC):
-    """One API: how its requests are read and its responses written."""
+    """One API: reads its requests and writes its responses."""
 
     path: ClassVar[str]
 
@@ -89,14 +66,15 @@ class ClientDialect(ABC):
     def answer(self, reply: Reply) -> dict[str, Any]: ...
 
     @abstractmethod
-    def stream(self, call: Call) -> Stream: ...
+    def events(self, reply: Reply) -> bytes:
+        """Return the response as server-sent events, for a client that asked for a stream."""
 
     @abstractmethod
     def error(self, error: ApiError) -> dict[str, Any]: ...
 
-    def key_in(self, body: Mapping[str, Any]) -> str | None:
-        """Return the session's key, for protocols that may carry it in the body."""
-        return None
+    @abstractmethod
+    def error_event(self, error: ApiError, call: Call) -> bytes:
+        """Return the event that reports an error once a stream has started."""
 
     def count(self, num_tokens: int) -> dict[str, Any] | None:
         """Return the response to a request that counts tokens; None: this API has no such request."""
@@ -104,13 +82,9 @@ class ClientDialect(ABC):
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """Parse the body of a request, which must be a JSON object whose text can be encoded again."""
+    """Parse the body of a request, which must be a JSON object."""
     try:
         body = json.loads(raw)
-        if _SURROGATE.search(raw):  # nearly always two escapes that make one character
-            json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise invalid(f"{_NOT_JSON}: half of a surrogate pair stands alone") from None
     except (ValueError, RecursionError) as error:
         raise invalid(f"{_NOT_JSON}: {error}") from None
     if not isinstance(body, dict):
@@ -166,8 +140,8 @@ def _address_of(part: dict[str, Any]) -> str | None:
 
 def _picture(address: str, where: str) -> Shown:
     if not address.startswith("data:"):
-        told = f"{address[:60]!r} is not fetched: send images as data URLs (data:image/png;base64,...)."
-        raise invalid(told, where)
+        message = f"{address[:60]!r} is not fetched: send images as data URLs (data:image/png;base64,...)."
+        raise invalid(message, where)
     try:
         return shown(address)
     except NotAnImage as error:
@@ -189,8 +163,10 @@ def paired(messages: list[Message]) -> list[Message]:
             result = rest.popleft()
             identity = result["tool_call_id"]
             if identity not in calls or identity in results:
-                told = f"unexpected tool result {identity!r}: each must have its call in the message before"
-                raise invalid(told, "messages")
+                message = (
+                    f"unexpected tool result {identity!r}: each must have its call in the message before"
+                )
+                raise invalid(message, "messages")
             results[identity] = result
         if missing := [call for call in calls if call not in results]:
             raise invalid(f"these tool calls have no result: {', '.join(missing)}", "messages")

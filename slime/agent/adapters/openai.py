@@ -12,7 +12,6 @@ from slime.agent.adapters.common import BaseAdapter
 from slime.agent.adapters.dialect import (
     Call,
     Reply,
-    Stream,
     arguments_of,
     content_of,
     function_tool,
@@ -20,7 +19,6 @@ from slime.agent.adapters.dialect import (
 )
 from slime.agent.adapters.openai_chat import SAMPLING, ChatCompletions, OpenAIDialect, sampling_of
 from slime.agent.adapters.shapes import COUNT, FUNCTION, Kinds, check
-from slime.agent.engine_access import Made
 from slime.agent.history import THOUGHTS
 from slime.agent.trajectory import Message
 
@@ -40,7 +38,7 @@ _REQUEST = {
     "model?": str,
     "input": (str, [Kinds("type", _ITEMS, default="message")]),
     "instructions?": str,
-    "previous_response_id?": str,
+    "previous_response_id?": None,
     # Tools that the real endpoint would run itself are left out.
     "tools?": [Kinds("type", {"function": FUNCTION}, others=re.compile(".*", re.DOTALL))],
     "max_output_tokens?": COUNT,
@@ -49,7 +47,6 @@ _REQUEST = {
     "conversation?": None,
     "prompt?": None,
 }
-_ID = "resp_"
 
 
 class Responses(OpenAIDialect):
@@ -59,29 +56,43 @@ class Responses(OpenAIDialect):
         check(body, _REQUEST)
         if body.get("background"):
             raise invalid("'background' is not supported.", "background")
-        words, given, after = (body.get(name) for name in ("instructions", "input", "previous_response_id"))
+        words, given = body.get("instructions"), body.get("input")
         messages: list[Message] = [] if words is None else [{"role": "system", "content": words}]
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         for place, item in enumerate(items or ()):
             _add_item(messages, item, f"input[{place}]")
         functions = [tool for tool in body.get("tools") or () if tool["type"] == "function"]
         return Call(
-            messages=paired(messages) if after is None else messages,
+            messages=paired(messages),
             tools=[function_tool(one, one.get("parameters")) for one in functions],
             sampling=sampling_of(body, ("max_output_tokens",)),
             stream=bool(body.get("stream")),
             model=body.get("model") or "policy",
             uses_tools=body.get("tool_choice") != "none",
-            has_instructions=words is not None,
-            keeps=True,
-            after=after.removeprefix(_ID) if after is not None else None,
         )
 
     def answer(self, reply: Reply) -> dict[str, Any]:
         return _response(reply.call, output=items_of(reply), reply=reply)
 
-    def stream(self, call: Call) -> Stream:
-        return _ResponseStream(call)
+    def events(self, reply: Reply) -> bytes:
+        begun = {"response": _response(reply.call, output=[])}
+        events = [("response.created", begun), ("response.in_progress", begun)]
+        items = items_of(reply)
+        for index, item in enumerate(items):
+            events += _item_events(index, item)
+        done = "response.incomplete" if reply.made.finish == "length" else "response.completed"
+        events.append((done, {"response": _response(reply.call, output=items, reply=reply)}))
+        return b"".join(_event(number, kind, data) for number, (kind, data) in enumerate(events))
+
+    def error_event(self, error: ApiError, call: Call) -> bytes:
+        failed = {**_response(call, output=[]), "status": "failed"}
+        failed["error"] = {"code": "server_error", "message": error.message}
+        return _event(0, "response.failed", {"response": failed})
+
+
+def _event(number: int, kind: str, data: dict[str, Any]) -> bytes:
+    event = {"type": kind, "sequence_number": number, **data}
+    return f"event: {kind}\ndata: {json.dumps(event)}\n\n".encode()
 
 
 def _add_item(messages: list[Message], item: dict[str, Any], where: str) -> None:
@@ -132,15 +143,15 @@ def _message_item(name: str, text: str) -> dict[str, Any]:
 
 def _response(call: Call, *, output: list[dict[str, Any]], reply: Reply | None = None) -> dict[str, Any]:
     """Return the response object; without a reply it is still in progress."""
-    cut = reply is not None and reply.made.finish == "length"
+    truncated = reply is not None and reply.made.finish == "length"
     return {
-        "id": f"{_ID}{call.response_id}",
-        "previous_response_id": f"{_ID}{call.after}" if call.after is not None else None,
+        "id": f"resp_{call.response_id}",
+        "previous_response_id": None,
         "object": "response",
         "created_at": int(time.time()),
-        "status": "in_progress" if reply is None else "incomplete" if cut else "completed",
+        "status": "in_progress" if reply is None else "incomplete" if truncated else "completed",
         "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
         "instructions": None,
         "model": call.model,
         "output": output,
@@ -164,88 +175,38 @@ def _usage(reply: Reply) -> dict[str, Any]:
     }
 
 
-class _ResponseStream(Stream):
-    """Writes thoughts and text as items that open with their first piece and close at the end."""
+def _item_events(index: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the events of one item: it opens empty, is filled by one delta, and closes."""
+    begun, where = {**item, "status": "in_progress"}, {"item_id": item["id"], "output_index": index}
+    if item["type"] == "function_call":
+        begun["arguments"], text = "", item["arguments"]
+        name = "function_call_arguments"
+        middle = [
+            (f"{name}.delta", {**where, "delta": text}),
+            (f"{name}.done", {**where, "name": item["name"], "arguments": text}),
+        ]
+    else:
+        field, part_name, name, place, more = _TEXT_EVENTS[item["type"]]
+        part, begun[field] = item[field][0], []
+        text, where = part["text"], {**where, place: 0}
+        middle = [
+            (f"{part_name}.added", {**where, "part": {**part, "text": ""}}),
+            (f"{name}.delta", {**where, "delta": text, **more}),
+            (f"{name}.done", {**where, "text": text, **more}),
+            (f"{part_name}.done", {**where, "part": part}),
+        ]
+    return [
+        ("response.output_item.added", {"output_index": index, "item": begun}),
+        *((f"response.{kind}", data) for kind, data in middle),
+        ("response.output_item.done", {"output_index": index, "item": item}),
+    ]
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._number = 0
-        self._open: list[str] = []  # kinds of items that were opened, in order
 
-    def _event(self, kind: str, **data: Any) -> bytes:
-        event = {"type": kind, "sequence_number": self._number, **data}
-        self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(event)}\n\n".encode()
-
-    def start(self, num_prompt: int) -> bytes:
-        made = _response(self._call, output=[])
-        return self._event("response.created", response=made) + self._event(
-            "response.in_progress", response=made
-        )
-
-    def _text_event(self, kind: str, index: int, step: str, **more: Any) -> bytes:
-        """Write an event of the text of an item, or, with `part`, of the part that holds it."""
-        name, prefix, slot = "content_part", "msg_", "content_index"
-        if kind != "text":
-            name, prefix, slot = "reasoning_summary_part", "rs_", "summary_index"
-        if "part" not in more:
-            name = "output_text" if kind == "text" else "reasoning_summary_text"
-            more |= {"logprobs": []} if kind == "text" else {}
-        place = {"item_id": f"{prefix}{self._call.response_id}", "output_index": index, slot: 0}
-        return self._event(f"response.{name}.{step}", **place, **more)
-
-    def piece(self, kind: str, text: str, new: Made | None) -> bytes:
-        if not text:
-            return b""
-        out = b"" if kind in self._open else self._begin(kind)
-        return out + self._text_event(kind, self._open.index(kind), "delta", delta=text)
-
-    def _begin(self, kind: str) -> bytes:
-        index, name = len(self._open), self._call.response_id
-        self._open.append(kind)
-        if kind == "text":
-            item = {**_message_item(name, ""), "status": "in_progress", "content": []}
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        else:
-            item = {"id": f"rs_{name}", "type": "reasoning", "summary": [], "status": "in_progress"}
-            part = {"type": "summary_text", "text": ""}
-        added = self._event("response.output_item.added", output_index=index, item=item)
-        return added + self._text_event(kind, index, "added", part=part)
-
-    def end(self, reply: Reply) -> bytes:
-        items = items_of(reply)
-        out = b""
-        for index, item in enumerate(items):
-            if item["type"] == "function_call":
-                out += self._whole_call(index, item)
-                continue
-            kind = "text" if item["type"] == "message" else "thought"
-            if kind not in self._open:
-                out += self._begin(kind)
-            out += self._finish(index, kind, item)
-        done = "response.incomplete" if reply.made.finish == "length" else "response.completed"
-        return out + self._event(done, response=_response(self._call, output=items, reply=reply))
-
-    def _finish(self, index: int, kind: str, item: dict[str, Any]) -> bytes:
-        part = item["content" if kind == "text" else "summary"][0]
-        out = self._text_event(kind, index, "done", text=part["text"])
-        out += self._text_event(kind, index, "done", part=part)
-        return out + self._event("response.output_item.done", output_index=index, item=item)
-
-    def _whole_call(self, index: int, item: dict[str, Any]) -> bytes:
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        where = {"item_id": item["id"], "output_index": index}
-        out = self._event("response.output_item.added", output_index=index, item=begun)
-        out += self._event("response.function_call_arguments.delta", **where, delta=item["arguments"])
-        out += self._event(
-            "response.function_call_arguments.done", **where, name=item["name"], arguments=item["arguments"]
-        )
-        return out + self._event("response.output_item.done", output_index=index, item=item)
-
-    def error(self, error: ApiError) -> bytes:
-        failed = {**_response(self._call, output=[]), "status": "failed"}
-        failed["error"] = {"code": "server_error", "message": error.message}
-        return self._event("response.failed", response=failed)
+# Of items with text: the field with its part, names of the events of part and text, their index, more fields.
+_TEXT_EVENTS: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
+    "message": ("content", "content_part", "output_text", "content_index", {"logprobs": []}),
+    "reasoning": ("summary", "reasoning_summary_part", "reasoning_summary_text", "summary_index", {}),
+}
 
 
 class OpenAIAdapter(BaseAdapter):

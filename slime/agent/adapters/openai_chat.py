@@ -12,7 +12,6 @@ from slime.agent.adapters.dialect import (
     Call,
     ClientDialect,
     Reply,
-    Stream,
     arguments_of,
     content_of,
     function_tool,
@@ -71,13 +70,7 @@ _ERROR_TYPES = {
     "engine": ("server_error", None),
     "ours": ("server_error", None),
     "closed": ("server_error", "session_closed"),
-    "unknown_answer": ("invalid_request_error", "previous_response_not_found"),
 }
-
-
-def openai_error(error: ApiError) -> dict[str, Any]:
-    kind, code = _ERROR_TYPES.get(error.kind, ("invalid_request_error", None))
-    return error_json(error.message, kind, param=error.param, code=code)
 
 
 def sampling_of(body: Mapping[str, Any], limits: tuple[str, ...]) -> dict[str, Any]:
@@ -92,16 +85,11 @@ def sampling_of(body: Mapping[str, Any], limits: tuple[str, ...]) -> dict[str, A
 
 
 class OpenAIDialect(ClientDialect):
-    """What both of OpenAI's APIs have in common."""
-
-    def key_in(self, body: Mapping[str, Any]) -> str | None:
-        metadata = body.get("metadata")
-        session = metadata.get("session_id") if isinstance(metadata, dict) else None
-        key = session or body.get("user")
-        return key if isinstance(key, str) else None
+    """Base class of the dialects of OpenAI's two APIs (chat completions and responses)."""
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        return openai_error(error)
+        kind, code = _ERROR_TYPES.get(error.kind, ("invalid_request_error", None))
+        return error_json(error.message, kind, param=error.param, code=code)
 
 
 class ChatCompletions(OpenAIDialect):
@@ -147,55 +135,34 @@ class ChatCompletions(OpenAIDialect):
             "usage": usage_of(reply),
         }
 
-    def stream(self, call: Call) -> Stream:
-        return _ChatStream(call)
-
-
-class _ChatStream(Stream):
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._created = int(time.time())
-
-    def _chunk(self, delta: dict[str, Any], **choice: Any) -> bytes:
-        return self._event([{"index": 0, "delta": delta, "finish_reason": None, **choice}])
-
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        chunk = {
-            "id": f"chatcmpl-{self._call.response_id}",
+    def events(self, reply: Reply) -> bytes:
+        call, parsed = reply.call, reply.parsed
+        head = {
+            "id": f"chatcmpl-{call.response_id}",
             "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._call.model,
-            "choices": choices,
-            **more,
+            "created": int(time.time()),
+            "model": call.model,
         }
-        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        logprobs = {"logprobs": {"content": _entries(call, reply.made)}} if call.logprobs else {}
+        choices: list[dict[str, Any]] = [{"delta": {"role": "assistant", "content": ""}}]
+        if parsed.reasoning:
+            choices.append({"delta": {THOUGHTS: parsed.reasoning}})
+        if parsed.text or logprobs:
+            choices.append({"delta": {"content": parsed.text}, **logprobs})
+        for index, tool_call in enumerate(reply.tool_calls):
+            choices.append({"delta": {"tool_calls": [{"index": index, **_as_json_text(tool_call)}]}})
+        choices.append({"delta": {}, "finish_reason": finish_of(reply)})
+        chunks = [{**head, "choices": [{"index": 0, "finish_reason": None, **one}]} for one in choices]
+        if call.include_usage:
+            chunks.append({**head, "choices": [], "usage": usage_of(reply)})
+        return b"".join(map(_event, chunks)) + b"data: [DONE]\n\n"
 
-    def start(self, num_prompt: int) -> bytes:
-        return self._chunk({"role": "assistant", "content": ""})
+    def error_event(self, error: ApiError, call: Call) -> bytes:
+        return _event(self.error(error))
 
-    def piece(self, kind: str, text: str, new: Made | None) -> bytes:
-        more = {}
-        if new is not None and new.ids and self._call.logprobs:
-            more["logprobs"] = {"content": _entries(self._call, new)}
-        if not text and not more:
-            return b""
-        return self._chunk({"content" if kind == "text" else THOUGHTS: text}, **more)
 
-    def end(self, reply: Reply) -> bytes:
-        out = b""
-        for index, call in enumerate(reply.tool_calls):
-            arguments = _as_json_text(call)["function"]["arguments"]
-            head = {"name": call["function"]["name"], "arguments": ""}
-            first = {"index": index, "id": call["id"], "type": "function", "function": head}
-            out += self._chunk({"tool_calls": [first]})
-            out += self._chunk({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
-        out += self._chunk({}, finish_reason=finish_of(reply))
-        if self._call.include_usage:
-            out += self._event([], usage=usage_of(reply))
-        return out + b"data: [DONE]\n\n"
-
-    def error(self, error: ApiError) -> bytes:
-        return b"data: " + json.dumps(openai_error(error)).encode() + b"\n\n"
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
 def finish_of(reply: Reply) -> str:

@@ -86,8 +86,8 @@ def check(value: Any, shape: Any, name: str = "") -> None:
             raise invalid(f"'{name}' is not supported.", name)
         case words:
             if not isinstance(value, str) or value not in words:
-                told = f"Invalid value: {value!r}. Supported values are: {', '.join(words)}."
-                raise invalid(told, name)
+                message = f"Invalid value: {value!r}. Supported values are: {', '.join(words)}."
+                raise invalid(message, name)
 
 
 def _type_of(shape: Any) -> type:
@@ -98,5 +98,5 @@ def _type_of(shape: Any) -> type:
 def _check_type(value: Any, kind: type, name: str) -> None:
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or (isinstance(value, bool) and kind is not bool):
-        told = f"Invalid type for '{name}': expected {_NAMES[kind]}, got {type(value).__name__}."
-        raise invalid(told, name)
+        message = f"Invalid type for '{name}': expected {_NAMES[kind]}, got {type(value).__name__}."
+        raise invalid(message, name)

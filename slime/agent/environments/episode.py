@@ -1,4 +1,4 @@
-"""Playing episodes: `generate` is the generate function of a run with --env.
+"""Plays episodes; `generate` is the generate function of a run with --env.
 
 The policy reads an observation and writes its turn, the environment steps, until the environment is done or a
 budget of turns, tokens or time is used up. A weight push does not interrupt an episode. If a rollout ends
@@ -211,8 +211,8 @@ class Episode:
                 self.progress = before
                 self._seat_of(observation.player).sample.status = Sample.Status.ABORTED
                 return observation, True
-            told = "%s restarts: replaying its actions led its environment to another state."
-            logger.warning(told, describe(self.sample))
+            message = "%s restarts: replaying its actions led its environment to another state."
+            logger.warning(message, describe(self.sample))
         fresh = without_response(self.sample)
         fresh.tokens, fresh.session_id = [], self.sample.session_id
         fresh.multimodal_inputs = fresh.image_spans = None  # the first observation brings its own

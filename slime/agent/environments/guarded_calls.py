@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.agent.environments.protocol import EnvironmentFailure
-from slime.liveness.loop_watch import loop_watch
 from slime.utils.async_utils import in_thread
 from slime.utils.errors import RunStopped
 
@@ -48,8 +47,7 @@ class EnvironmentCalls:
                 return None
             raise EnvironmentFailure(f"environment {self.name}: it has no method {method}")
         if inspect.iscoroutinefunction(function):
-            label = f"--env {self.name}: {method}"
-            return await self._in_time(method, lambda: loop_watch.run(label, function(*values)))
+            return await self._in_time(method, lambda: function(*values))
         return await self._in_time(method, lambda: self._threaded(lambda: function(*values)))
 
     async def close(self) -> None:

@@ -17,10 +17,6 @@ from slime.agent.environments.protocol import EnvironmentFailure, Item, Observat
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
-def make(task: str, options: Mapping[str, Any]) -> TextGymnasium:
-    return TextGymnasium(task, options)
-
-
 class TextGymnasium:
     """One episode of a registered environment."""
 
@@ -47,9 +43,6 @@ class TextGymnasium:
         observation, reward, terminated, truncated, _ = self._env.step(chosen)
         text = None if terminated or truncated else Observation(self._written(observation))
         return StepResult(text, reward=float(reward), done=bool(terminated), truncated=bool(truncated))
-
-    def score(self) -> None:
-        """Return nothing: the steps have given all rewards."""
 
     def close(self) -> None:
         self._env.close()
@@ -92,3 +85,6 @@ class TextGymnasium:
                 return None
             return np.array(found[-size:], dtype=space.dtype).reshape(space.shape)
         raise EnvironmentFailure(f"actions of {type(space).__name__} cannot be read from text")
+
+
+make = TextGymnasium  # as `episode` creates the environment of any family

@@ -8,7 +8,6 @@ from typing import Any
 
 from slime.catalog.environments import ENVIRONMENTS
 from slime.utils.misc import load_function
-from slime.utils.plugin_imports import missing_imports
 
 
 def check(task: str) -> None:
@@ -27,9 +26,6 @@ def check(task: str) -> None:
         raise ValueError(f"--env {task}: it is a {type(found).__name__}, and not a class")
     if isinstance(found, type):
         _check_methods(task, found)
-    failing = [str(each) for each in missing_imports(task) if each.certain]
-    if failing:
-        raise ValueError(f"--env {task}: {' '.join(failing)}")
 
 
 def make(task: str, options: Mapping[str, Any]) -> Any:

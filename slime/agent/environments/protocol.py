@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the policy reads next. `player`: whose turn it is, if there are several.
+    """The next input of the policy. `player`: whose turn it is, if there are several.
 
     `images` (PIL, bytes, paths, data URLs) replace `<image>` in the text, or precede it.
     """
@@ -59,18 +59,6 @@ class StepResult:
     info: Mapping[str, Any] = field(default_factory=dict)  # goes into the sample's metadata at the end
 
 
-class Environment(Protocol):
-    """An environment; each episode gets a new object."""
-
-    def reset(self, item: Item) -> Observation | str: ...
-
-    def step(self, action: str) -> StepResult: ...
-
-    def score(self) -> float | Mapping[int, float] | None:
-        """Return what is added to the last turn's reward at the end, by player if there are several."""
-        ...
-
-
 class EnvironmentFailure(Exception):
     """An environment raised, hung or returned something invalid: the episode has no score."""
 
@@ -81,9 +69,9 @@ def as_observation(name: str, call: str, value: Any) -> Observation:
         value = Observation(value)
     fits = isinstance(value, Observation) and isinstance(value.text, str)
     if not fits or not isinstance(value.images, (tuple, list)) or not (value.text or value.images):
-        told = f"environment {name}: {call} gave {str(value)[:80]!r}"
+        problem = f"environment {name}: {call} gave {str(value)[:80]!r}"
         raise EnvironmentFailure(
-            f"{told}; return text, or an Observation with text or images (a tuple of them)"
+            f"{problem}; return text, or an Observation with text or images (a tuple of them)"
         )
     return value
 

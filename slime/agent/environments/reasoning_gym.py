@@ -29,10 +29,6 @@ def task_names() -> list[str]:
     return sorted(name for name in DATASETS if name not in _NO_SUCH_TASK)
 
 
-def make(task: str, options: Mapping[str, Any]) -> ReasoningGym:
-    return ReasoningGym(task, options)
-
-
 @functools.lru_cache(maxsize=256)
 def _dataset(task: str, options: str) -> Any:
     import reasoning_gym
@@ -63,9 +59,6 @@ class ReasoningGym:
         score = self._tasks.score_answer(answer=answer, entry=self.entry)
         return StepResult(reward=float(score), done=True, info={"answer": str(self.entry["answer"])[:200]})
 
-    def score(self) -> None:
-        """Return nothing: the one step has given the reward."""
-
     def _draw(self, item: Item) -> dict[str, Any]:
         for draw in range(MAX_DRAWS):
             entry: dict[str, Any] = self._tasks[(item.seed + draw * 2_654_435) % (2**31 - 1)]
@@ -75,6 +68,9 @@ class ReasoningGym:
             f"none of {MAX_DRAWS} items is for {'evaluation' if item.held_out else 'training'}: the task has "
             "too few different questions; make it larger with --env-args"
         )
+
+
+make = ReasoningGym  # as `episode` creates the environment of any family
 
 
 def is_held_out(question: str) -> bool:

@@ -55,7 +55,7 @@ def check_task(choice: Choice, source: str) -> None:
     row = ENVIRONMENTS[choice.family]
     if row.package is not None and not is_installed(row.package):
         raise ValueError(
-            f"--env {choice.name} needs the package {row.package}: pip install 'slime[{row.extra}]'"
+            f"--env {choice.name} needs the package {row.package}: pip install 'slime-rl[{row.extra}]'"
         )
     module = import_module(row.module)
     if hasattr(module, "check"):

@@ -33,10 +33,6 @@ def task_names() -> list[str]:
     return sorted(name for name in ENV_REGISTRY if not name.endswith(("-raw", "-train")))
 
 
-def make(task: str, options: Mapping[str, Any]) -> TextArena:
-    return TextArena(task, options)
-
-
 class TextArena:
     """A game. Players read only what is new since their last move."""
 
@@ -123,6 +119,9 @@ class TextArena:
             finally:
                 self._randomness = random.getstate()
                 random.setstate(outside)
+
+
+make = TextArena  # as `episode` creates the environment of any family
 
 
 def _opponent_of(name: str) -> Callable[[str, random.Random], str]:

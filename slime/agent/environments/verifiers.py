@@ -1,8 +1,8 @@
-"""verifiers: its tasksets as they are, `--env verifiers:gsm8k-v1`.
+"""The tasksets of the package verifiers, unchanged: `--env verifiers:gsm8k-v1`.
 
 Such an environment runs its own agent, which calls a model through OpenAI's or Anthropic's API. It gets the
-address of the adapter with the session in it, so every response is recorded as the engine sampled it. The
-reward is that of the agent's trace. Every eighth task of a taskset is held out for evaluation.
+adapter's address with the session's id, so every response is recorded as the engine sampled it. The reward is
+taken from the agent's trace. Every eighth task of a taskset is held out for evaluation.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A model's raw text -> thoughts, text and tool calls, by its family (`slime.catalog.tool_formats`)."""
+"""Parses a model's raw output into reasoning, text and tool calls, in the format of its family."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from slime.agent.parsing import from_sglang
 from slime.agent.parsing.formats import Read
@@ -29,7 +29,7 @@ _ALIASES = {row.sglang_name: name for name, row in TOOL_FORMATS.items() if row.s
 class ParsedModelOutput:
     """The parts of a response; tool uses are `{"name": "add", "input": {"a": 1}}`.
 
-    With `ill_formed` the model started a tool call that cannot be read; what it wrote is then in `text`.
+    With `ill_formed`, the model started a tool call that cannot be parsed; it is then part of `text`.
     """
 
     reasoning: str = ""
@@ -38,12 +38,8 @@ class ParsedModelOutput:
     ill_formed: bool = False
 
 
-class Parser(Protocol):
-    """Splits a response. `opens_thought`: the prompt ended inside a thought, so the text starts with it."""
-
-    starts: tuple[str, ...]  # how a tool call starts
-
-    def __call__(self, raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput: ...
+# Splits a response; takes its text, the tools, and whether the prompt ended inside a thought.
+Parser = Callable[[str, Sequence[Any], bool], ParsedModelOutput]
 
 
 def split_thoughts(raw: str, opens_thought: bool = False) -> tuple[str, str]:
@@ -56,16 +52,9 @@ def split_thoughts(raw: str, opens_thought: bool = False) -> tuple[str, str]:
     return inner.removeprefix(THINK_START).strip(), rest.lstrip("\n")
 
 
-class PlainParser:
-    """Splits off thoughts only: for models and tasks without tools."""
-
-    starts: tuple[str, ...] = ()
-
-    def __call__(self, raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
-        return ParsedModelOutput(*split_thoughts(raw, opens_thought))
-
-
-plain_parser = PlainParser()
+def plain_parser(raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
+    """Split off thoughts only: for models and tasks without tools."""
+    return ParsedModelOutput(*split_thoughts(raw, opens_thought))
 
 
 def format_of(name: str) -> str:
@@ -117,31 +106,21 @@ def _read(text: str, parser: str, schemas: dict[str, Any]) -> Read:
     return read
 
 
-def parser_for(
-    tokenizer: Any, tool_parser: str | None = None, reasoning_parser: str | None = None
-) -> FormatParser:
+def parser_for(tokenizer: Any, tool_parser: str | None = None, reasoning_parser: str | None = None) -> Parser:
     """Return the parser of a model: the named format, or the one that its chat template teaches it."""
     from_sglang.check_names(tool_parser, reasoning_parser)
-    if tool_parser and from_sglang.is_sglangs(tool_parser):
-        return FormatParser(tool_parser, reasoning_parser)
-    name = format_of(tool_parser) if tool_parser else recognised(str(tokenizer.chat_template or ""))
-    return FormatParser(name, reasoning_parser)
+    if not tool_parser:
+        name = recognised(str(tokenizer.chat_template or ""))
+    else:
+        name = tool_parser if from_sglang.is_sglangs(tool_parser) else format_of(tool_parser)
 
-
-class FormatParser:
-    """Reads responses in one format of the table, or of SGLang."""
-
-    def __init__(self, tool_format: str, reasoning_parser: str | None = None) -> None:
-        self.tool_format, self.reasoning_parser = tool_format, reasoning_parser
-        sglangs = from_sglang.is_sglangs(tool_format)
-        self.starts = from_sglang.starts_of(tool_format) if sglangs else TOOL_FORMATS[tool_format].starts
-        self.needs_all = from_sglang.is_sglangs(reasoning_parser)  # to separate thoughts from the rest
-
-    def __call__(self, raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
+    def parse(raw: str, tools: Sequence[Any], opens_thought: bool) -> ParsedModelOutput:
         return parse_model_output(
             raw,
             tools_schema=tools,
-            tool_parser_name=self.tool_format,
-            reasoning_parser_name=self.reasoning_parser,
+            tool_parser_name=name,
+            reasoning_parser_name=reasoning_parser,
             opens_thought=opens_thought,
         )
+
+    return parse

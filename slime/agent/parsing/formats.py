@@ -1,4 +1,4 @@
-"""Readers of the ways in which models write tool calls, one for each row of `catalog/tool_formats.py`.
+"""Parsers of tool calls, one for each row of `catalog/tool_formats.py`.
 
 Each takes the text of a response without its thoughts and the schemas of the tools by name, and returns the
 text that remains, the calls as `{"name", "input"}`, and whether a call was started that cannot be read.

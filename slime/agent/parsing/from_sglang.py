@@ -13,13 +13,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.catalog.tool_formats import TOOL_FORMATS
 from slime.engines.sglang.run_server import declare_torchvision_operators
 from slime.utils.misc import is_installed
 
 PREFIX = "sglang:"
-# Attributes of SGLang's detectors that hold the start of a call.
-_START_NAMES = ("bot_token", "bos_token", "start_token", "begin_token", "tool_call_start", "prefix")
 
 
 def is_sglangs(name: str | None) -> bool:
@@ -67,17 +64,6 @@ def read_calls(
     if not uses or not all(isinstance(use["input"], dict) and use["name"] for use in uses):
         return text, [], True
     return rest, uses, False
-
-
-@functools.cache
-def starts_of(name: str) -> tuple[str, ...]:
-    """Return how a call starts, by SGLang's detector and our row of that name; else "<", "[" and "{"."""
-    detector = _reader(name, ()).detector
-    told = {str(getattr(detector, key, "") or "").strip() for key in _START_NAMES}
-    for row in TOOL_FORMATS.values():
-        if row.sglang_name == name.removeprefix(PREFIX):
-            told.update(row.starts)
-    return tuple(sorted(told - {""})) or ("<", "[", "{")
 
 
 def _reader(name: str, schemas: Sequence[Mapping[str, Any]]) -> Any:

@@ -76,9 +76,9 @@ async def count_passed(box: Sandbox, program: str, tests: Checks, timeout_s: flo
 
 
 async def _asserts(box: Sandbox, program: str, asserts: tuple[str, ...], timeout_s: float) -> int:
-    word = secrets.token_hex(16)
+    secret = secrets.token_hex(16)
     grader, worker = grader_text()
-    given = {"word": word, "program": program, "tests": asserts, "seconds": timeout_s, "worker": worker}
+    given = {"word": secret, "program": program, "tests": asserts, "seconds": timeout_s, "worker": worker}
     await box.write_file(f"{box.workdir}/.grader.py", grader)
     await box.write_file(f"{box.workdir}/.tests", json.dumps(given))
     # The shell becomes the grader, which removes the file of tests before the program runs anywhere.
@@ -88,7 +88,7 @@ async def _asserts(box: Sandbox, program: str, asserts: tuple[str, ...], timeout
     if code == 1 and _UNPROTECTED in err:
         raise SandboxError(err[-300:].strip())
     said, _, results = out.partition(" ")
-    if code != 0 or not secrets.compare_digest(said.encode(), word.encode()):
+    if code != 0 or not secrets.compare_digest(said.encode(), secret.encode()):
         return 0
     return results.split()[: len(asserts)].count("1")
 

@@ -1,4 +1,4 @@
-"""The process that grades a program: it has the tests and the secret, and never runs code of the program.
+"""The grader process: it holds the tests and a secret, and never runs code of the graded program.
 
 The text of this file is sent to the sandbox after that of `grader_values.py`. The program runs in another
 process (`grader_worker.py`) that is not forked from this one. Names of the program that a test uses are
@@ -61,14 +61,14 @@ IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class Failed(BaseException):
-    """The test is over: its program ended, sent what is no message, or took too long."""
+    """The test failed: its program ended, sent an invalid message, or took too long."""
 
 
 class Remote:
     """An object of the program, which stays in its process.
 
-    It has no comparison of its own: two of them are equal when their classes and contents are. Comparing by
-    the program's methods would let an object be equal to everything.
+    Two such objects are equal if their classes and contents are equal. Calling the program's own comparison
+    would let an object be equal to everything.
     """
 
     __slots__ = ("_link", "_number")
@@ -116,7 +116,7 @@ for _name in (*BINARY, *(f"r{name}" for name in BINARY), *OTHERS):
 
 
 class Link:
-    """The pipe to one worker process, and what was exchanged with it."""
+    """The pipe to one worker process, and the messages exchanged with it."""
 
     def __init__(self, worker: str):
         requests, self.requests = os.pipe()
@@ -155,7 +155,7 @@ class Link:
         if left <= 0 or not select.select([self.replies], [], [], left)[0]:
             raise Failed("it took too long")
 
-    def tell(self, *request: Any) -> None:
+    def send_message(self, *request: Any) -> None:
         try:
             send(self.requests, list(request))
         except OSError:
@@ -171,7 +171,7 @@ class Link:
         return self.exchange(request)[0]
 
     def exchange(self, request: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        self.tell(*request)
+        self.send_message(*request)
         while True:
             try:
                 kind, *rest = self.hear()
@@ -201,9 +201,9 @@ class Link:
 
     def call_back(self, function: Any, args: list[Any]) -> None:
         try:
-            self.tell("value", self.pack(function(*args)))
+            self.send_message("value", self.pack(function(*args)))
         except Exception as error:
-            self.tell("raise", type(error).__name__, str(error)[:1000])
+            self.send_message("raise", type(error).__name__, str(error)[:1000])
 
     def pack(self, value: Any) -> Any:
         return encode(value, self.refer)
@@ -284,7 +284,7 @@ def passes(test: str, program: str, link: Link) -> bool:
     # A task may ask for a function that is called like a helper, such as `sum`: the innermost name of a test
     # that uses no other is the program's.
     wanted = wanted or helpers[-1:]
-    link.tell("test")
+    link.send_message("test")
     found = link.ask("names", program, wanted, EVALUATE)
     space: dict[str, Any] = {"__name__": "test", "__builtins__": dict(vars(builtins))}
     for name in helpers:
@@ -313,7 +313,7 @@ def grade(test: str, program: str, link: Link, seconds: float) -> tuple[bool, bo
     with contextlib.suppress(Failed):
         with contextlib.suppress(Exception, SystemExit, KeyboardInterrupt, GeneratorExit):
             passed = passes(test, program, link)
-        link.tell("end")
+        link.send_message("end")
         usable = link.hear() == ["ended"]
     signal.setitimer(signal.ITIMER_REAL, 0)
     return passed and not late, usable and not late

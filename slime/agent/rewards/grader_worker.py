@@ -1,4 +1,4 @@
-"""The process that runs the program of a response while it is graded; it has neither tests nor the secret.
+"""The worker process that runs the graded program; it has neither the tests nor the secret.
 
 The text of this file is sent to the sandbox after `grader_values.py`. `grader.py` starts it, sends the
 program and, for each test, the names that the test uses. Every test has a fork of its own. Whatever the

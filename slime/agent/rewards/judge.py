@@ -15,7 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from slime.agent.engine_access import EnginePolicy, PolicyDown, last_of
+from slime.agent.engine_access import EnginePolicy, PolicyDown
 from slime.agent.rendering import Renderer
 from slime.arguments import PluginArgs
 from slime.catalog.deadlines import timeout_s
@@ -47,10 +47,6 @@ _SCORE = re.compile(r'(?:score|rating)"?\s*(?:is|[:=])\s*\**\s*(-?\d+(?:\.\d+)?)
 _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
 
-class JudgeSaidNothing(Exception):
-    """The judge's server returned no chat completion."""
-
-
 async def judge_reward(
     args: PluginArgs, sample: Sample, *, response: str
 ) -> dict[str, Any] | float | RewardFailure:
@@ -68,7 +64,7 @@ async def judge_reward(
                     return score / args.judge_max_score
     except TimeoutError:
         return infra_error(f"the judge gave no score within --timeouts judge={timeout_s(args, 'judge'):g}")
-    except (http_utils.HttpError, PolicyDown, EngineAnswerError, JudgeSaidNothing) as error:
+    except (http_utils.HttpError, PolicyDown, EngineAnswerError) as error:
         return infra_error(f"the judge could not be asked: {error}")
     return infra_error(
         f"the judge gave no score from 0 to {args.judge_max_score:g} in {MAX_TRIES} tries; "
@@ -119,7 +115,9 @@ async def _over_http(args: PluginArgs, messages: list[dict[str, Any]], seed: int
     try:
         return str(answer["choices"][0]["message"]["content"] or "")
     except (KeyError, IndexError, TypeError):
-        raise JudgeSaidNothing(f"{url} answered {str(answer)[:200]!r}, which is no chat completion") from None
+        raise EngineAnswerError(
+            f"{url} answered {str(answer)[:200]!r}, which is no chat completion"
+        ) from None
 
 
 async def _in_run(args: PluginArgs, messages: list[dict[str, Any]], seed: int) -> str:
@@ -129,7 +127,7 @@ async def _in_run(args: PluginArgs, messages: list[dict[str, Any]], seed: int) -
     prompt = Renderer(tokenizer).first_prompt(messages)
     sampling = {"max_new_tokens": limit(args, "judge-tokens"), "temperature": 0.0 if seed == 1 else 0.7}
     sampling["sampling_seed"] = seed
-    made = await last_of(EnginePolicy(f"http://{host}:{port}").stream(prompt, sampling, whole=True))
+    made = await EnginePolicy(f"http://{host}:{port}").generate(prompt, sampling)
     return str(tokenizer.decode(made.ids, skip_special_tokens=True))
 
 

@@ -62,13 +62,6 @@ class Limits:
     cpu_s: int = 120  # of one process
     output_bytes: int = MIB  # kept of each stream of a command; sixteen times as much ends it
 
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"the limit {name} of a sandbox is {getattr(self, name)}; it must be at least 1"
-                )
-
 
 @runtime_checkable
 class Sandbox(Protocol):

@@ -1,4 +1,4 @@
-"""The sandbox of daytona.io, or of a server of your own, by the vendor's package (`slime[daytona]`)."""
+"""The sandbox of daytona.io, or of a server of your own, by the vendor's package (`slime-rl[daytona]`)."""
 
 from __future__ import annotations
 

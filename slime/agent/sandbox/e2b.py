@@ -1,4 +1,4 @@
-"""The sandbox of e2b.dev, or of a gateway with its protocol, by the vendor's package (`slime[e2b]`)."""
+"""The sandbox of e2b.dev, or of a gateway with its protocol, by the vendor's package (`slime-rl[e2b]`)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,8 @@ class E2BSandbox(VendorSandbox):
         from e2b import AsyncSandbox
 
         wanted: dict[str, Any] = {"timeout": self.timeout}
-        size = os.environ.get("SLIME_AGENT_E2B_SANDBOX_SIZE")
         if self.image_metadata_key is not None:
-            wanted["metadata"] = {self.image_metadata_key: self.image or ""} | (
-                {"size": size} if size else {}
-            )
+            wanted["metadata"] = {self.image_metadata_key: self.image or ""}
         elif self.image is not None:
             wanted["template"] = self.image
         box = await AsyncSandbox.create(**wanted)

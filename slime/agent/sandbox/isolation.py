@@ -1,4 +1,4 @@
-"""How local sandboxes are isolated: bubblewrap, user namespaces, or limits only; and their command line."""
+"""Builds the command line that isolates a local sandbox: bubblewrap, user namespaces, or limits only."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slime.agent.sandbox.base import MIB, Limits, SandboxUnavailable
-from slime.agent.sandbox.cgroups import parent_group
 
 logger = logging.getLogger(__name__)
 
 BUBBLEWRAP, NAMESPACES, PLAIN = "bubblewrap", "namespaces", "plain"
-KINDS = (BUBBLEWRAP, NAMESPACES, PLAIN)
 _FIRST_UID, _LAST_UID = 64_000, 65_000  # above what systems hand out, below nobody
 _BOX_UID = 1000
 _PROBE_S = 20
@@ -119,34 +117,28 @@ def best_isolation() -> str:
     )
 
 
-def describe_protection() -> str:
-    """Return how programs of the model are isolated on this machine; SandboxUnavailable: nothing works."""
-    kind = best_isolation()
-    return f"programs of the model are isolated by {kind}. {limits_that_hold(kind)}"
+def describe_protection(kind: str | None = None) -> str:
+    """Return how programs of the model are isolated on this machine, and which limits hold.
+
+    `kind` None: the best one that works here; SandboxUnavailable: nothing works.
+    """
+    if kind == PLAIN:
+        return (
+            "programs of the model run without protection (--sandbox plain): they can read files of this "
+            "machine and use its network. Limits: resident memory and page tables are counted 20 times a "
+            "second; not limited: memory of sockets, disk, number of files, user namespaces."
+        )
+    return (
+        f"programs of the model are isolated by {kind or best_isolation()}. Limits: resident memory, page "
+        "tables and sockets are counted 20 times a second (a short burst may pass the limit); all other "
+        "limits hold."
+    )
 
 
 @functools.cache
 def report_start(kind: str) -> None:
-    """Log once for each kind how sandboxes of this process are protected, and which limits hold."""
-    if kind == PLAIN:
-        logger.warning(
-            "Sandbox: programs of the model run without protection (--sandbox plain): they can read files of "
-            "this machine and use its network. %s",
-            limits_that_hold(kind),
-        )
-    else:
-        logger.info("Sandbox: programs of the model are isolated by %s. %s", kind, limits_that_hold(kind))
-
-
-def limits_that_hold(kind: str) -> str:
-    """Return a sentence on which limits of this kind hold on this machine, and which do not."""
-    memory = "resident memory and page tables are counted 20 times a second"
-    if kind == PLAIN:
-        return f"Limits: {memory}; not limited: memory of sockets, disk, number of files, user namespaces."
-    memory = memory.replace("resident memory and page tables", "resident memory, page tables and sockets")
-    if parent_group() is not None:
-        return f"Limits: memory by the kernel (cgroup v2), and {memory}; all other limits hold."
-    return f"Limits: {memory} (no cgroup v2 can be had, so a burst may pass); all other limits hold."
+    """Log once for each kind how sandboxes of this process are protected."""
+    logger.log(logging.WARNING if kind == PLAIN else logging.INFO, "Sandbox: %s", describe_protection(kind))
 
 
 @functools.cache

@@ -27,9 +27,7 @@ from slime.agent.sandbox.base import (
     SandboxUnavailable,
     content_bytes,
 )
-from slime.agent.sandbox.cgroups import entering, make_group, remove_group
 from slime.agent.sandbox.isolation import (
-    KINDS,
     PLAIN,
     PrivateUser,
     best_isolation,
@@ -74,15 +72,12 @@ class LocalSandbox:
         isolation: str | None = None,
         read_only: tuple[str, ...] = (),
     ):
-        if isolation is not None and isolation not in KINDS:
-            raise ValueError(f"isolation is {isolation!r}; choose from {', '.join(KINDS)}")
         self.image, self.limits = image, limits or Limits()
         self.sandbox_id = f"local-{uuid.uuid4().hex[:12]}"
         self._isolation, self._read_only = isolation, read_only
         self._process: asyncio.subprocess.Process | None = None
         self._user: PrivateUser | None = None
         self._folder: str | None = None
-        self._group: Path | None = None
         # Ids of requests are nonces: a reply with another id was not written by the sandbox's first process.
         self._waiting: dict[str, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
         self._cancelled: set[str] = set()
@@ -109,9 +104,7 @@ class LocalSandbox:
         argv, program = walls(kind, self.limits, uid, nonce, self._read_only)
         hello = self._waiting[nonce] = asyncio.get_running_loop().create_future()
         try:
-            self._group = await asyncio.to_thread(make_group, self.limits)
             self._process = await asyncio.create_subprocess_exec(
-                *entering(self._group),
                 *argv,
                 stdin=pipe,
                 stdout=pipe,
@@ -152,8 +145,6 @@ class LocalSandbox:
                 self._user = None
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
-            if self._group is not None:
-                await remove_group(self._group)
 
     async def __aenter__(self) -> Self:
         return self if self.is_open else await self.start()

@@ -1,6 +1,6 @@
-"""Opening sandboxes: a pool starts local ones ahead, so that an episode does not wait for one.
+"""Opens sandboxes from a pool, which starts local ones in advance so that episodes need not wait.
 
-A sandbox is used once: what one episode leaves behind, no other sees. A pool belongs to one event loop.
+A sandbox is used once, so no episode sees the files of another. A pool belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slime.utils.misc import load_function
 
 
 class BoxPool:
-    """`num_ready` sandboxes wait started; at most `num_boxes` are in use at a time, others wait their turn.
+    """Keeps `num_ready` started sandboxes; at most `num_boxes` are in use at a time, further requests wait.
 
     Example: `async with BoxPool(num_ready=4) as pool: async with pool.box() as box: await box.exec("true")`.
     """
@@ -58,11 +58,11 @@ class BoxPool:
     async def box(self) -> AsyncIterator[LocalSandbox]:
         """Yield a fresh sandbox; it is ended afterwards, in the background."""
         async with self._slots:
-            box = await self._take()
+            sandbox = await self._take()
             try:
-                yield box
+                yield sandbox
             finally:
-                task = asyncio.create_task(box.close())
+                task = asyncio.create_task(sandbox.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
 
@@ -70,10 +70,10 @@ class BoxPool:
         while self._ready:
             task = self._ready.popleft()
             self._refill()
-            box = await task
-            if box.is_open:  # one that waited may have been killed from outside
-                return box
-            await box.close()
+            sandbox = await task
+            if sandbox.is_open:  # one that waited may have been killed from outside
+                return sandbox
+            await sandbox.close()
         self._refill()
         return await self._make().start()
 

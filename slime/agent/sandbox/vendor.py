@@ -1,4 +1,4 @@
-"""What the sandboxes of vendors share: settings from the environment, and the one way to retry a call."""
+"""Shared code of hosted sandboxes: settings from environment variables, and retries of API calls."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class VendorSandbox(abc.ABC):
         self, image: str | None = None, *, timeout: int | None = None, rpc_retries: int | None = None
     ):
         self.image = image
-        self.timeout = timeout or _number_from("SLIME_AGENT_SANDBOX_LIFETIME_SEC", 3600)
-        self.rpc_retries = rpc_retries or _number_from("SLIME_AGENT_SANDBOX_RPC_RETRIES", 6)
+        self.timeout = timeout or int(os.environ.get("SLIME_AGENT_SANDBOX_LIFETIME_SEC") or 3600)
+        self.rpc_retries = rpc_retries or int(os.environ.get("SLIME_AGENT_SANDBOX_RPC_RETRIES") or 6)
         self.sandbox_id = ""
         self._box: Any = None
 
@@ -69,7 +69,7 @@ class VendorSandbox(abc.ABC):
             self._box = await self._retry("start", self._start, repeat=self.repeats_start)
         except ImportError:  # an extra, which most runs do without
             raise SandboxUnavailable(
-                f"--sandbox {self.kind} needs the package {self.kind}: pip install 'slime[{self.kind}]'"
+                f"--sandbox {self.kind} needs the package {self.kind}: pip install 'slime-rl[{self.kind}]'"
             ) from None
         return self
 
@@ -80,8 +80,8 @@ class VendorSandbox(abc.ABC):
         try:
             await self._retry("end", lambda: self._end(box))
         except Exception as error:
-            told = "%s sandbox %s could not be ended (%s); it ends when its lifetime is over."
-            logger.warning(told, self.kind, self.sandbox_id, error)
+            message = "%s sandbox %s could not be ended (%s); it ends when its lifetime is over."
+            logger.warning(message, self.kind, self.sandbox_id, error)
 
     async def exec(
         self,
@@ -133,14 +133,6 @@ class VendorSandbox(abc.ABC):
                 logger.info("Sandbox call failed and is retried: %s", text)
             wait = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (number - 1))
             await asyncio.sleep(wait * random.uniform(0.8, 1.2))
-
-
-def _number_from(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "").strip()
-    try:
-        return int(text) if text else default
-    except ValueError:
-        raise ValueError(f"{variable} is {text!r}; it must be a whole number") from None
 
 
 def is_transient(error: BaseException) -> bool:

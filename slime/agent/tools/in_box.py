@@ -1,4 +1,4 @@
-"""Tools that run in a sandbox: python, a shell, and files that are read and edited."""
+"""Tools that run in a sandbox: python, a shell, and reading and editing of files."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class BoxTools:
 
     async def python(self, code: Annotated[str, "a whole program; print what you want to see"]) -> str:
         """Runs a Python program and returns what it prints."""
-        box = await self.box()
-        await box.write_file(f"{box.workdir}/program.py", code)
+        sandbox = await self.box()
+        await sandbox.write_file(f"{sandbox.workdir}/program.py", code)
         return await self._run("python3 -I program.py")
 
     async def shell(self, command: Annotated[str, "for bash"]) -> str:
@@ -70,9 +70,9 @@ class BoxTools:
 
     async def write_file(self, path: str, content: str) -> str:
         """Writes a whole file; one that exists is replaced."""
-        box = await self.box()
+        sandbox = await self.box()
         with _sandbox_errors():
-            await box.write_file(_absolute(box, path), content)
+            await sandbox.write_file(_absolute(sandbox, path), content)
         return f"{path} has {len(content.splitlines())} lines now"
 
     async def edit_file(
@@ -86,17 +86,20 @@ class BoxTools:
         count = text.count(old) if old else 0
         if count != 1:
             problem = f"occurs {count} times" if count else "is not in the file"
-            told = f"old {problem}; copy a piece of {path} that occurs exactly once"
-            raise ToolError(f"{told}, with its indentation")
+            message = f"old {problem}; copy a piece of {path} that occurs exactly once"
+            raise ToolError(f"{message}, with its indentation")
         await self.write_file(path, text.replace(old, new))
         return f"{path} is changed"
 
     async def _text(self, path: str) -> str:
-        box = await self.box()
+        sandbox = await self.box()
         with _sandbox_errors():
-            text = await box.read_file(_absolute(box, path))
-        if not text and (await self._exec(box, f"test -e {shlex.quote(_absolute(box, path))}"))[0] != 0:
-            listing = (await self._exec(box, "find . -type f | head -20"))[1].split()
+            text = await sandbox.read_file(_absolute(sandbox, path))
+        if (
+            not text
+            and (await self._exec(sandbox, f"test -e {shlex.quote(_absolute(sandbox, path))}"))[0] != 0
+        ):
+            listing = (await self._exec(sandbox, "find . -type f | head -20"))[1].split()
             raise ToolError(f"there is no file {path}; files here: {', '.join(listing) or 'none'}")
         return text
 
@@ -107,10 +110,10 @@ class BoxTools:
             return f"{text}\n[exit code {code}]".lstrip("\n")
         return text or "[it printed nothing]"
 
-    async def _exec(self, box: Sandbox, command: str) -> tuple[int, str, str]:
+    async def _exec(self, sandbox: Sandbox, command: str) -> tuple[int, str, str]:
         with _sandbox_errors():
-            return await box.exec(
-                f"cd {shlex.quote(box.workdir)} && {command}", timeout=self._timeout_s, user="agent"
+            return await sandbox.exec(
+                f"cd {shlex.quote(sandbox.workdir)} && {command}", timeout=self._timeout_s, user="agent"
             )
 
 

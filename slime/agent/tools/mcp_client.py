@@ -1,4 +1,4 @@
-"""MCP servers as tool sets: a program with the protocol on standard streams, or an address (`slime[mcp]`)."""
+"""MCP servers as tool sets: a program that speaks on standard streams, or an address (`slime-rl[mcp]`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class McpServer:
             import mcp  # noqa: F401 - an extra, which most runs do without
         except ImportError:
             raise ImportError(
-                "tools of an MCP server need the package mcp: pip install 'slime[mcp]'"
+                "tools of an MCP server need the package mcp: pip install 'slime-rl[mcp]'"
             ) from None
         self._ready = asyncio.get_running_loop().create_future()
         # The package needs its contexts entered and left by one task; calls may come from any.
@@ -58,8 +58,8 @@ class McpServer:
             await self.__aexit__()
             if not isinstance(error, TimeoutError):
                 raise
-            told = f"{self.name} did not start within {self._start_timeout_s:g} s"
-            raise ToolServerDied(told) from None
+            message = f"{self.name} did not start within {self._start_timeout_s:g} s"
+            raise ToolServerDied(message) from None
         return self
 
     async def __aexit__(self, *details: object) -> None:
@@ -87,8 +87,8 @@ class McpServer:
         except Exception as error:
             cause = _innermost(error)
             if not self._ready.done():
-                told = self._last_words()
-                text = f"{self.name} does not answer as an MCP server: {cause}{told}"
+                last_words = self._last_words()
+                text = f"{self.name} does not answer as an MCP server: {cause}{last_words}"
                 self._ready.set_exception(ToolServerDied(text))
         finally:
             self._session = None

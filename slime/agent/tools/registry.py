@@ -1,9 +1,9 @@
-"""Tools of an agent: typed Python functions, shown to a model as JSON schemas and called with what it wrote.
+"""Tools of an agent: typed Python functions, which a model sees as JSON schemas and calls.
 
-A mistake of the model in a call is returned to it as a sentence that says what is wrong and what would be
-right, never as an exception. ToolServerDied means that tools are gone and the episode cannot continue.
-Schemas and checks are our own because pydantic is not installed everywhere that slime runs, writes more for
-the model to read, and shows no right call in its errors.
+A mistake of the model in a call is returned to it as a sentence with the mistake and its fix, never as an
+exception. ToolServerDied means that tools are gone and the episode cannot continue. Schemas and checks do not
+use pydantic, because it is not installed everywhere that slime runs, and its errors are longer and show no
+correct call.
 """
 
 from __future__ import annotations
@@ -180,7 +180,9 @@ class ToolSet:
         except (ToolError, ToolServerDied):
             raise
         except Exception as error:
-            logger.warning("Tool %s raised an exception.", name, exc_info=True)
+            logger.warning(
+                "Tool %s raised an exception; the model gets an error message.", name, exc_info=True
+            )
             raise ToolError(f"{name} failed: {type(error).__name__}: {error}") from error
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 

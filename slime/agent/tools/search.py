@@ -1,10 +1,8 @@
-"""Search in your own documents by BM25 (`slime[search]` installs bm25s)."""
+"""Search in your own documents by BM25 (`slime-rl[search]` installs bm25s)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from slime.agent.tools.registry import ToolError
@@ -23,23 +21,12 @@ class Corpus:
             import bm25s  # an extra, which most runs do without
         except ImportError:
             raise ImportError(
-                "the search tool needs the package bm25s: pip install 'slime[search]'"
+                "the search tool needs the package bm25s: pip install 'slime-rl[search]'"
             ) from None
         self.documents = list(documents)
         self._tokenize = lambda text: bm25s.tokenize(text, stopwords="en", show_progress=False)
         self._index: Any = bm25s.BM25()
         self._index.index(self._tokenize(self.documents), show_progress=False)
-
-    @classmethod
-    def from_jsonl(cls, path: str | Path, key: str = "text") -> Corpus:
-        """Read a file with one JSON object per line; `key` names the text."""
-        rows = []
-        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-            if line.strip():
-                rows.append(json.loads(line).get(key))
-                if not isinstance(rows[-1], str):
-                    raise ValueError(f"{path}, line {number}: there is no text {key!r}")
-        return cls(rows)
 
     def find(self, query: str, num_results: int = 3) -> list[tuple[int, float]]:
         """Return (number of a document, score), best first, for documents with a word of the query."""

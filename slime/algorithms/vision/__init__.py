@@ -1,1 +1,1 @@
-"""What trainer and engine share of vision-language models: positions of image tokens, and the two towers."""
+"""Vision-language code shared by trainer and engine: positions of image tokens, and the vision towers."""

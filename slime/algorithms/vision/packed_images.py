@@ -1,4 +1,4 @@
-"""The pictures of packed documents: joined once each, with the places of their tokens in the stream."""
+"""Joins the pictures of packed documents, each once, and maps them to their tokens in the stream."""
 
 from __future__ import annotations
 

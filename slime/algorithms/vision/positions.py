@@ -1,8 +1,8 @@
 """Positions of tokens in families whose image tokens stand in a grid (mrope).
 
 A text token has one position, the same in all three rows (time, height, width). An image that follows at
-position s is a grid of h x w tokens: its rows of the result are s, s + row, s + column; text goes on at
-s + max(h, w). Example: text, an image of 1 x 2 tokens, text: time 0 1 1 3, height 0 1 1 3, width 0 1 2 3.
+position s is a grid of h x w tokens: its rows of the result are s, s + row, s + column; text continues
+at s + max(h, w). Example: text, an image of 1 x 2 tokens, text: time 0 1 1 3, height 0 1 1 3, width 0 1 2 3.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The two towers of a vision-language model of transformers, run one after the other by hand.
+"""Runs the two towers of a transformers vision-language model separately.
 
 Features of pictures are computed once and put in place of image tokens; the text model runs on embeddings.
 """
@@ -19,7 +19,7 @@ Media = dict[str, Tensor]  # of the processor: pixel_values and what goes with t
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the text model gets of N image tokens."""
+    """The embeddings of N image tokens that the text model receives."""
 
     main: Tensor  # [N, H], in place of their embeddings
     deep: tuple[Tensor, ...] = ()  # [N, H] each, added to the output of the first layers
@@ -110,7 +110,7 @@ def smallest_picture(config: Any, device: torch.device) -> Media:
 
 
 def num_image_tokens(config: Any, media: Mapping[str, Any]) -> int:
-    """How many image tokens the pictures have."""
+    """Return the number of image tokens of the pictures."""
     if VISION_FAMILIES[config.model_type].tiles:
         vision = config.vision_config
         per_tile = int((vision.image_size // vision.patch_size) ** 2 / config.scale_factor**2)

@@ -1,1 +1,1 @@
-"""How flags are declared, parsed, layered, shown and frozen; nothing here knows a particular flag."""
+"""Declares, parses, layers, shows and freezes flags; nothing here knows a particular flag."""

@@ -1,4 +1,4 @@
-"""How many accelerators this machine shows, found out cheaply and only when a size was left to be derived."""
+"""Counts the accelerators of this machine, cheaply, and only when a flag's value depends on it."""
 
 import os
 

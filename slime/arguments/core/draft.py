@@ -1,8 +1,7 @@
-"""Settings while they are being made: values are laid over each other, then rules check and derive."""
+"""Settings under construction: layers of values are merged, then rules check them and derive others."""
 
 import contextlib
 import copy
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +10,12 @@ from slime.arguments.core.flag import FlagSpec
 # The loops that may run the settings.
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
 DEFAULT = "default"
+PRESET = "preset"  # of a command such as `slime sft`
 COMMAND_LINE = "command line"
 
 
 class Refused(ValueError):
-    """Several reasons why settings cannot run."""
+    """Several reasons why settings are refused."""
 
     def __init__(self, reasons: Sequence[str]):
         super().__init__("\n".join(reasons))
@@ -23,39 +23,26 @@ class Refused(ValueError):
 
 
 class Refusals:
-    """Collects why settings cannot run, so that one error reports everything, grouped."""
+    """Collects reasons why settings are refused, so that one error reports all of them, grouped."""
 
     def __init__(self) -> None:
         self.groups: dict[str, list[str]] = {}
-        self._unread: set[str] = set()  # flags whose value could not be read, and so what follows from it
 
-    def add(self, group: str, reason: str, *, unread: str | None = None) -> None:
-        named = re.findall(r"--[\w-]+", reason)
-        # A mistake on the command line is reported whatever flag it recommends.
-        about = [name for name in named[:1] if reason.startswith(name)] if group == "Command line" else named
-        if self._unread.intersection(about):
-            return
-        self._unread |= {unread} if unread else set()
+    def add(self, group: str, reason: str) -> None:
         reasons = self.groups.setdefault(group, [])
         if reason not in reasons:
             reasons.append(reason)
 
     @contextlib.contextmanager
-    def collect(self, group: str, *, unread: str | None = None, alone: bool = False) -> Iterator[None]:
-        """Collect a ValueError of the body as a reason; after the first, rules may break on what it left.
-
-        `unread`: the flag whose value the body reads. `alone`: stop after it.
-        """
+    def collect(self, group: str) -> Iterator[None]:
+        """Collect a ValueError of the body as a reason; after the first, rules may break on what it left."""
         try:
             yield
         except Refused as error:
             for reason in error.reasons:
                 self.add(group, reason)
         except ValueError as error:
-            meant = re.search(r"did you mean '(\w+)'", str(error))
-            self.add(group, str(error), unread="--" + meant[1].replace("_", "-") if meant else unread)
-            if alone:
-                self.raise_all()
+            self.add(group, str(error))
         except Exception:
             if not self.groups:
                 raise
@@ -94,13 +81,19 @@ class Draft:
         self.values[name] = value
         self.sources[name] = source
 
+    def preset(self, values: Mapping[str, Any]) -> None:
+        """Give the values of a command for flags that the user did not set."""
+        for name, value in values.items():
+            if not self.was_given(name):
+                self.set(name, value, PRESET)
+
     def derive(self, name: str, value: Any, because: str) -> None:
         """Give a value that follows from others; `because` is what --print-config shows as its source."""
         if name not in self.values or self.values[name] != value:
             self.set(name, value, f"derived: {because}")
 
     def was_given(self, name: str) -> bool:
-        """Whether the user wrote it (in a file or on the command line)."""
+        """Return whether the user set this flag (in a file or on the command line)."""
         return is_given(self.sources[name])
 
     def warn(self, message: str) -> None:
@@ -109,7 +102,7 @@ class Draft:
 
 
 def is_given(source: str) -> bool:
-    """Whether the source of a value is the user: a file or the command line."""
+    """Return whether a value comes from the user: from a file or the command line."""
     return source != DEFAULT and not source.startswith("derived")
 
 
@@ -125,7 +118,7 @@ def refuse_flags_without_effect(draft: Draft) -> None:
             continue
         shown = "set" if spec.kind is bool or spec.info.secret else f"{value}"
         (draft.idle if lacks.is_harmless(draft) else refused).append(
-            f"{spec.option} is {shown}, but {lacks.reason}."
+            f"{spec.option} is {shown}, but it has an effect only {lacks.words}."
         )
     if refused:
         raise Refused(refused)

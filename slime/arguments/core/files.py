@@ -1,4 +1,4 @@
-"""Settings from YAML files: --config (flags), --custom-config-path (for plug-ins), --eval-config."""
+"""Reads settings from YAML files: --config (flags), --custom-config-path (for plug-ins), --eval-config."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""How one flag is declared: a typed field that carries its help, its range and when it has an effect."""
+"""Declares one flag: a typed field with its help, its range and the condition for its effect."""
 
 import dataclasses
 import json
@@ -24,11 +24,6 @@ class OnlyWith:
 
     def is_harmless(self, draft: Any) -> bool:
         return self.harmless or (self.said_by is not None and draft.was_given(self.said_by))
-
-    @property
-    def reason(self) -> str:
-        """Complete the sentence "--x is 3, but ..."."""
-        return f"it has an effect only {self.words}"
 
 
 def needs(name: str, *values: str, or_if: Callable[[Any], object] | None = None, **more: Any) -> OnlyWith:
@@ -98,7 +93,7 @@ _METAVARS = {"_path": "PATH", "_dir": "DIR", "_key": "KEY"}  # by the end of a f
 
 @dataclass(frozen=True)
 class FlagInfo:
-    """What a declaration says about a flag besides its name, type and default."""
+    """Metadata of a flag besides its name, type and default."""
 
     help: str
     choices: tuple[str, ...] | None = None
@@ -112,8 +107,6 @@ class FlagInfo:
     repeatable: bool = False  # `--hook a --hook b` collects both
     secret: bool = False  # never printed
     rows: Mapping[str, NamedNumber] | None = None  # of an object: the only names it takes
-    # Values that slime knows and this version refuses, each with what there is instead; "": nothing.
-    not_built: Mapping[str, str] = field(default_factory=dict)
     only_with: tuple[OnlyWith, ...] = ()  # all must hold; the first that does not is reported
 
     @property
@@ -124,7 +117,7 @@ class FlagInfo:
 
     @property
     def condition(self) -> str:
-        """When the flag has an effect, in the words of the help: `only with --use-tis`."""
+        """Condition under which the flag has an effect, as the help states it: `only with --use-tis`."""
         return "only " + " and ".join(entry.words for entry in self.only_with) if self.only_with else ""
 
 
@@ -215,10 +208,7 @@ def convert(spec: FlagSpec, value: Any) -> Any:
         raise ValueError(f"expected text, found a {type(value).__name__}")
     text = with_home(str(value))
     if info.choices and text not in info.choices:
-        known = f"choose from {', '.join(info.choices)}"
-        if text in info.not_built:
-            raise ValueError(f"this version does not build it yet; {info.not_built[text] or known}")
-        raise ValueError(known)
+        raise ValueError(f"choose from {', '.join(info.choices)}")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Flags that earlier versions of slime had, and what takes the place of each: the text of the error."""
+"""Flags that were removed from slime, with the error text that names the replacement."""
 
 _DEADLINES = """
     custom-generate generate reward env episode judge worker-silence host hang engine-start engine-silence
@@ -19,19 +19,23 @@ _LIMITS = {
     "tracker-samples": "tracker-samples",
 }
 
-_LOSS_ARGS = """
-    sapo-tau-pos sapo-tau-neg clip-cov-ratio clip-cov-low clip-cov-high kl-cov-ratio kl-cov-coef dppo-delta
-"""
+_LOSS_ARGS = ("sapo-tau-pos", "sapo-tau-neg", "dppo-delta")
+_COVARIANCE_ARGS = ("clip-cov-ratio", "clip-cov-low", "clip-cov-high", "kl-cov-ratio", "kl-cov-coef")
 
 REMOVED_FLAGS: dict[str, str] = {
     **{f"{name}-timeout-s": f"give it as --timeouts {name}=SECONDS" for name in _DEADLINES.split()},
     "restart-wait-s": "give it as --timeouts restart-wait=SECONDS",
     **{old: f"give it as --limits {name}=NUMBER" for old, name in _LIMITS.items()},
-    **{name: f"give it as --policy-loss-args {name.replace('-', '_')}=NUMBER" for name in _LOSS_ARGS.split()},
+    **{name: f"give it as --policy-loss-args {name.replace('-', '_')}=NUMBER" for name in _LOSS_ARGS},
+    **dict.fromkeys(_COVARIANCE_ARGS, "the policy losses clip_cov and kl_cov were removed; remove it"),
     **{
         f"critic-{name}": f"give {name.replace('-', '_')} to the role critic of --megatron-config-path"
         for name in ("min-lr", "lr-decay-style", "clip-grad")
     },
+    "tis-batch-normalize": "importance weights are not divided by their mean; remove it",
+    "router-aux-loss-coef": "only --train-backend megatron balances experts: --moe-aux-loss-coeff",
+    "loss-denominator": "--loss-reduction constant always divides by --rollout-max-response-len; remove it",
+    "dpo-label-smoothing": "DPO takes every preference as it is; remove it",
     "engine-restart-window-s": "the window of --limits engine-restarts is always 600 seconds; remove it",
     "show-sample-every": "a sample is always shown every 5 steps (none with --quiet); remove it",
     "env-num-items": "an environment makes 10000 items; --prompt-data env:NAME#train:N has another number",
@@ -50,6 +54,8 @@ REMOVED_FLAGS: dict[str, str] = {
     "megatron-config": "give each field as a flag of its own, such as --moe-z-loss-coeff 0.001",
     "trackio-project": "set the environment variable TRACKIO_PROJECT",
     "trackio-space": "set the environment variable TRACKIO_SPACE_ID",
+    "spare-samples-per-prompt": "give --over-sampling-batch-size or --partial-rollout for long tails",
+    "adaptive-concurrency": "the limit is --sglang-server-concurrency per engine; remove it",
     "mlflow-tracking-uri": "set the environment variable MLFLOW_TRACKING_URI",
     "mlflow-experiment": "set the environment variable MLFLOW_EXPERIMENT_NAME",
 }

@@ -1,4 +1,4 @@
-"""Flags of slime scripts that this version does not build: refused by name, or told of where that is safe."""
+"""Flags of THUDM/slime that this version does not support: refused, or ignored with a note if safe."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -71,6 +71,7 @@ IDLE_FLAGS = {
         yarn-mscale-all-dim quick-geglu squared-relu no-rope-freq linear-attention-type
         use-hf-config-for-megatron""",
     "--dtype decides it": "bf16",
+    "--max-tokens-per-gpu bounds the passes without a backward pass too": "log-probs-max-tokens-per-gpu",
     "this version trains in 16 or 32 bit, or with --fp8-training in FP8 by rules of its own": """
         fp8-format fp8-recipe fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo fp8-wgrad
         fp8-param-gather keep-fp8-weight-transpose-cache first-last-layers-bf16
@@ -181,13 +182,13 @@ SYNONYMS = {theirs: ours for ours, names in _SYNONYMS.items() for theirs in name
 
 
 def is_unbuilt(name: str) -> bool:
-    """Whether `load-forge-rollout-data` (no dashes in front) is a flag of slime that this version refuses."""
+    """Return whether `name` (without dashes) is a flag of slime that this version refuses."""
     name = name.replace("_", "-")
     return name in UNBUILT_FLAGS or name in _NEUTRAL or _instead(name) is not None
 
 
 def why_unbuilt(flag: str) -> str:
-    """What is said of such a flag, as it was written."""
+    """Return the error message for such a flag, spelled as the user wrote it."""
     instead = _instead(flag.removeprefix("--").replace("_", "-"))
     if instead is not None:
         return f"{flag}: {instead}."
@@ -202,7 +203,7 @@ def _instead(name: str) -> str | None:
 
 
 def is_neutral(option: str, words: Sequence[str]) -> bool:
-    """Whether a flag that is not built has the value at which it changes nothing."""
+    """Return whether an unsupported flag has the value at which it changes nothing."""
     neutral = _NEUTRAL.get(option.removeprefix("--").replace("_", "-"), ())
     return len(words) == 1 and words[0] in neutral
 
@@ -248,6 +249,6 @@ def renamed_key(name: str, value: Any) -> dict[str, Any]:
 
 
 def why_idle(option: str) -> str | None:
-    """Why `--moe-grouped-gemm`, or `--no-rope-fusion`, does nothing here; None: it is no such flag."""
+    """Return why a flag such as `--moe-grouped-gemm` has no effect here; None: it is no such flag."""
     name = option.removeprefix("--").replace("_", "-")
     return _WHY_IDLE.get(name) or _WHY_IDLE.get(name.removeprefix("no-"))

@@ -1,1 +1,1 @@
-"""The flags, a file per subject: declarations, when each has an effect, and rules that span several."""
+"""The flags, one file per subject: declarations, conditions for their effects, and rules between flags."""

@@ -60,7 +60,7 @@ class AgentFlags:
 
 
 def environment(draft: Draft) -> None:
-    """What --env implies: who generates, and where training and evaluation get their items from."""
+    """Derive from --env the generate function and the sources of training and evaluation items."""
     if draft.env is None:
         return
     choices = read_choices(draft.env)

@@ -7,7 +7,7 @@ from slime.arguments.core.flag import both, either, flag, having, lacks, needs, 
 from slime.arguments.groups.objectives import NOT_PAIRS, PAIR_LOSSES, POLICY_LOSS, SUPERVISED_LOSSES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.estimators import ESTIMATORS, WITH_CRITIC
-from slime.catalog.policy_losses import POLICY_LOSS_ARGS, POLICY_LOSSES, REDUCTIONS, policy_loss_arg
+from slime.catalog.policy_losses import POLICY_LOSS_ARGS, POLICY_LOSSES, REDUCTIONS
 
 LOSS_TYPES = ("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss")
 # How far the log-probs of engine and trainer may lie apart, as a mean over tokens, before a run stops.
@@ -43,7 +43,6 @@ DISCOUNTS = needs(
     "advantage_estimator", *having(ESTIMATORS, "uses_gamma"), or_if=_own_advantages, harmless=True
 )
 GAE = needs("advantage_estimator", WITH_CRITIC, or_if=_own_advantages, said_by="advantage_estimator")
-CONSTANT = needs("loss_reduction", "constant")
 CUSTOM_LOSS = needs("loss_type", "custom_loss")
 COMPUTES_ADVANTAGES = stays_on("compute_advantages_and_returns")
 
@@ -86,9 +85,6 @@ class AlgorithmFlags:
         "divisor of a token's loss; default: rollout_mean, constant with dr_grpo",
         choices=tuple(REDUCTIONS),
         only_with=NOT_PAIRS,
-    )
-    loss_denominator: float | None = flag(
-        None, "that constant; default: --rollout-max-response-len", gt=0, only_with=CONSTANT
     )
     custom_pg_loss_reducer_function_path: str | None = flag(
         None, "function that builds the reducer of the policy-gradient term", only_with=POLICY_LOSS
@@ -187,9 +183,6 @@ def policy_loss(draft: Draft) -> None:
         if name not in known and draft.custom_policy_loss_function_path is None:
             types = " or ".join(loss for loss, row in POLICY_LOSSES.items() if name in row.args)
             raise ValueError(f"--policy-loss-args {name}: only --policy-loss-type {types} has it; remove it.")
-    low, high = (policy_loss_arg(draft, name) for name in ("clip_cov_low", "clip_cov_high"))
-    if low > high:
-        raise ValueError(f"--policy-loss-args: clip_cov_low {low:g} is above clip_cov_high {high:g}.")
 
 
 def loss_reduction(draft: Draft) -> None:
@@ -209,13 +202,8 @@ def loss_reduction(draft: Draft) -> None:
     if draft.loss_reduction == "token_mean":
         draft.derive("calculate_per_token_loss", True, "loss_reduction token_mean")
     _sequence_ratios(draft)
-    if draft.loss_reduction == "constant" and draft.loss_denominator is None:
-        longest = draft.rollout_max_response_len
-        if longest is None:
-            raise ValueError(
-                "--loss-reduction constant: give --loss-denominator or --rollout-max-response-len."
-            )
-        draft.derive("loss_denominator", float(longest), "same as rollout_max_response_len")
+    if draft.loss_reduction == "constant" and draft.rollout_max_response_len is None:
+        raise ValueError("--loss-reduction constant divides by --rollout-max-response-len: give it.")
 
 
 def _sequence_ratios(draft: Draft) -> None:
@@ -248,7 +236,7 @@ def group_normalisation(draft: Draft) -> None:
 
 
 def _compares_in_groups(draft: Draft) -> bool:
-    """Whether rewards become advantages by comparison within groups of --n-samples-per-prompt answers."""
+    """Return whether advantages compare rewards within groups of --n-samples-per-prompt responses."""
     replaced = draft.custom_reward_post_process_path or draft.custom_advantage_function_path
     own_groups = draft.rollout_function_path not in GROUPING_ROLLOUTS or draft.load_debug_rollout_data
     unscored = draft.loss_type in SUPERVISED_LOSSES or draft.use_opd or draft.debug_rollout_only

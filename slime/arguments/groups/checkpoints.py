@@ -97,7 +97,7 @@ def megatron_checkpoints(draft: Draft) -> None:
 
 
 def _is_model(path: str | None) -> bool:
-    """Whether a Hugging Face model is at `path`, and no checkpoint of a run."""
+    """Return whether `path` holds a Hugging Face model, as opposed to a checkpoint of a run."""
     folder = Path(path).expanduser() if path else None
     return folder is not None and (folder / "config.json").is_file() and not step_folders(folder)
 
@@ -142,9 +142,7 @@ def _megatron_weights(draft: Draft, name: str, step_name: str | None) -> str | N
             advice = "export it to a Hugging Face folder, and give that"
             raise ValueError(f"{option} is {what}; {advice}.") from None
         draft.derive(name, None, "hf_checkpoint has these weights")
-        draft.warn(
-            f"{option} {what}: the weights of --hf-checkpoint {draft.hf_checkpoint} are taken instead."
-        )
+        draft.warn(f"{option} {what}: the weights of --hf-checkpoint {draft.hf_checkpoint} are used instead.")
         return None
     draft.set(name, chosen, f"derived: the iteration of {path}")
     return chosen

@@ -52,7 +52,9 @@ class DataFlags:
     apply_chat_template: bool = flag(False, "render prompts with the tokenizer's chat template")
     apply_chat_template_kwargs: dict = flag({}, "extra arguments of the chat template, as JSON")
     loss_mask_type: str = flag(
-        "qwen", "chat family of SFT loss masks", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen")
+        "qwen",
+        "chat family of SFT loss masks; text: no chat template, prompt and completion are plain text",
+        choices=("qwen", "qwen3", "qwen3_5", "distill_qwen", "text"),
     )
     data_source_path: str = flag(DEFAULT_DATA_SOURCE, "class that hands out prompts")
     rollout_global_dataset: bool = flag(

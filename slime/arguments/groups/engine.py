@@ -1,12 +1,10 @@
 """Flags and rules of the engines: which kind, how long to wait for them, how they get new weights."""
 
 import importlib.util
-import itertools
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import either, flag, needs
-from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import DEFAULT_ENGINE, ENGINES
 from slime.catalog.transports import MODES, OLDER_NAMES, TRANSPORT_CHOICES
 
@@ -15,7 +13,7 @@ FP8_ROUNDINGS = ("auto", "nearest", "stochastic")
 ENCODINGS = ("xor", "overwrite")
 # What each checksum imports, and how pip calls it; None: the standard library has it.
 _CHECKSUM_PACKAGES: dict[str, tuple[str | None, str]] = {
-    "xxh3-128": ("xxhash", "'slime[delta]'"),
+    "xxh3-128": ("xxhash", "'slime-rl[delta]'"),
     "blake3": ("blake3", "blake3"),
     "adler32": (None, ""),
 }
@@ -73,7 +71,7 @@ class WeightSyncFlags:
         "xxh3-128", "checksum of every tensor, verified at load", choices=CHECKSUMS, only_with=DELTA
     )
     update_weight_local_checkpoint_dir: str | None = flag(
-        None, "folder of the copy beside the engines; default: RUN", only_with=DELTA
+        None, "folder of the engines' local copy of the weights; default: RUN", only_with=DELTA
     )
     weight_agent_addrs: list[str] | None = flag(
         None,
@@ -134,37 +132,6 @@ def reproducible_engine(draft: Draft) -> None:
         ENGINES[draft.rollout_engine].rules.make_reproducible(draft)
 
 
-_DRAFT_BY_HEADS = ("EAGLE", "NEXTN")
-_DRAFT_BY_MODELS = ("EAGLE3", "STANDALONE")
-
-
-def drafting_heads(draft: Draft) -> None:
-    """Warn of heads and models that draft for the policy and stay as they are while it moves away."""
-    algorithm = _word_after("--speculative-algorithm", draft.sglang_options)
-    other = _word_after("--speculative-draft-model-path", draft.sglang_options)
-    by_model = algorithm in _DRAFT_BY_MODELS or other not in (None, draft.hf_checkpoint)
-    trains = draft.enable_mtp_training and not by_model
-    if algorithm not in _DRAFT_BY_HEADS + _DRAFT_BY_MODELS or trains or draft.debug_rollout_only:
-        return
-    if by_model:
-        why = (
-            f"{other or '--hf-checkpoint'}, the draft model, is not trained, and SGLang loads tensors of the "
-            "policy into it; where shapes differ, that ends the run at the first push"
-        )
-    elif BACKENDS[draft.train_backend].trains_heads:
-        why = "without --enable-mtp-training the MTP heads that draft are neither trained nor pushed"
-    else:
-        why = f"--train-backend {draft.train_backend} trains no MTP heads and pushes none"
-    draft.warn(
-        f"--sglang-speculative-algorithm {algorithm}: {why}. Tokens are drawn from the policy all the same, "
-        "but fewer and fewer drafts are accepted (rollout/spec_accept_length)."
-    )
-
-
-def _word_after(option: str, words: list[str]) -> str | None:
-    return next((after for before, after in itertools.pairwise(words) if before == option), None)
-
-
 def weight_sync(draft: Draft) -> None:
     given = draft.update_weight_transport
     if given == "disk" and draft.update_weight_disk_dir is None:
@@ -183,19 +150,23 @@ def weight_sync(draft: Draft) -> None:
         )
 
 
+def need_delta_packages(checksum: str) -> None:
+    """Raise a ValueError with the way out when a package that deltas need is absent."""
+    for module, package, asked, instead in (
+        ("zstandard", "'slime-rl[delta]'", "--update-weight-mode delta", "--update-weight-mode full"),
+        (*_CHECKSUM_PACKAGES[checksum], f"--update-weight-delta-checksum {checksum}", "adler32"),
+    ):
+        if module is not None and importlib.util.find_spec(module) is None:
+            raise ValueError(f"{asked} needs the package {module}: pip install {package}, or use {instead}.")
+
+
 def _delta(draft: Draft) -> None:
     if draft.update_weight_transport not in ("auto", "disk"):
         raise ValueError(
             "--update-weight-mode delta goes through a folder, but --update-weight-transport is "
             f"{draft.update_weight_transport}; use auto or disk, or --update-weight-mode full."
         )
-    checksum = f"--update-weight-delta-checksum {draft.update_weight_delta_checksum}"
-    for module, package, asked, instead in (
-        ("zstandard", "'slime[delta]'", "--update-weight-mode delta", "--update-weight-mode full"),
-        (*_CHECKSUM_PACKAGES[draft.update_weight_delta_checksum], checksum, "adler32"),
-    ):
-        if module is not None and importlib.util.find_spec(module) is None:
-            raise ValueError(f"{asked} needs the package {module}: pip install {package}, or use {instead}.")
+    need_delta_packages(draft.update_weight_delta_checksum)
     agents, engines = draft.weight_agent_addrs, draft.rollout_external_engine_addrs or []
     if agents is not None and len(agents) != len(engines):
         raise ValueError(

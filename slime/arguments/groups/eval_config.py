@@ -1,4 +1,4 @@
-"""Evaluation datasets: each has a name, a file and settings; what it leaves out follows the flags."""
+"""Evaluation datasets, each with a name, a file and settings; missing settings follow the flags."""
 
 import dataclasses
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -50,7 +50,7 @@ UNBUILT_KEYS = (
 
 @dataclass
 class EvalDatasetConfig:
-    """One evaluation dataset, fully resolved. `None`: what the run's own flag or the engine says."""
+    """One evaluation dataset, fully resolved. `None`: the run's flag or the engine's default applies."""
 
     name: str
     path: str

@@ -35,6 +35,7 @@ LAYOUT = """
 # Fields of Megatron's configuration that would train another policy, and the value that changes nothing.
 TRAINED_FIELDS = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "moe_router_bias_update_rate"), 0.0),
+    "moe_aux_loss_coeff": 0.0,
     **dict.fromkeys(("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor"), None),
 }
 
@@ -58,7 +59,7 @@ class MegatronFlags:
     expert_tensor_parallel_size: int = flag(1, "ranks that share every matrix of an expert", ge=1)
     sequence_parallel: bool = flag(False, "tensor-parallel ranks also share tokens between products")
     use_distributed_optimizer: bool = flag(
-        True, "shard Adam's moments over data-parallel ranks", off="--no-use-distributed-optimizer"
+        True, "keep Adam's moments whole on every data-parallel rank", off="--no-use-distributed-optimizer"
     )
     overlap_grad_reduce: bool = flag(False, "reduce gradients during the backward pass")
     overlap_param_gather: bool = flag(False, "gather updated parameters during the next forward pass")
@@ -133,14 +134,6 @@ def _train_without_megatron(draft: Draft, kind: str) -> None:
         for name, value in fields.items()
         if name in TRAINED_FIELDS and value != TRAINED_FIELDS[name]
     ]
-    coefficient = fields.get("moe_aux_loss_coeff")
-    if coefficient and fields.get("moe_router_load_balancing_type") == "seq_aux_loss":
-        draft.derive("router_aux_loss_coef", coefficient, "--moe-aux-loss-coeff over samples")
-    elif coefficient:
-        refused.append(
-            f"--moe-aux-loss-coeff {coefficient}: --train-backend fsdp, which trains a {kind} here, balances "
-            "experts within samples only; add --moe-router-load-balancing-type seq_aux_loss, or set it to 0."
-        )
     left_out = [name for name in LAYOUT if draft.was_given(name)]
     for name in left_out:
         draft.derive(name, draft.specs[name].default, why)
@@ -164,7 +157,7 @@ def megatron_trainer(draft: Draft) -> None:
             raise Refused([f"{option} {why}" for option in unread])
         return
     if importlib.util.find_spec("megatron") is None:
-        raise ValueError("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'.")
+        raise ValueError("--train-backend megatron needs megatron-core: pip install 'slime-rl[megatron]'.")
     fields = draft.megatron_config
     if "mtp_num_layers" in fields and not draft.enable_mtp_training:
         draft.idle.append(

@@ -6,10 +6,8 @@ from typing import Any
 
 from slime.arguments.core.devices import gpu_bytes
 from slime.arguments.core.draft import Draft
-from slime.arguments.groups.run import own_folders
+from slime.arguments.groups.run import resumed_settings
 from slime.catalog.backends import BACKENDS
-from slime.utils.files.run_file import has_finished, is_unfinished, read_run, resumption_of
-from slime.utils.files.step_folders import read_step, step_folders
 from slime.utils.models.model_config import read_config
 
 ON_CPU = 4096  # tokens: a forward pass of more gains no speed, and one of a small model stays below 2 GiB
@@ -18,8 +16,7 @@ _ROUND = 1024
 _USED = 0.6  # share of a GPU's memory; the rest is for what an engine leaves, collectives and fragments
 _MASTER, _GRADIENT, _MOMENTS = 4, 4, 8  # bytes of one parameter
 _LOGITS = 1 << 30  # one block of them with its gradient
-# Settings that a resumed run keeps, as runs had them before micro-batches were filled by tokens by default.
-_BEFORE = {"use_dynamic_batch_size": False, "max_tokens_per_gpu": None, "micro_batch_size": 1}
+_PACKING = ("use_dynamic_batch_size", "max_tokens_per_gpu", "micro_batch_size")
 
 
 def micro_batches(draft: Draft) -> None:
@@ -98,45 +95,13 @@ def _text_config(model: str | None) -> dict[str, Any]:
     return config if {"hidden_size", "num_hidden_layers"} <= config.keys() else {}
 
 
-def micro_batches_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide how micro-batches are filled, as a checkpoint keeps them."""
-    return {name: values[name] for name in _BEFORE}
-
-
 def keep_micro_batches(draft: Draft) -> None:
     """Fill micro-batches as the resumed run did: packing decides the last bits of what is trained."""
-    if draft.finetune:
+    settings = resumed_settings(draft)
+    had = {name: settings[name]["value"] for name in _PACKING if name in settings}
+    by_user = draft.was_given("use_dynamic_batch_size") or draft.was_given("micro_batch_size")
+    if by_user and not (draft.use_dynamic_batch_size and had.get("use_dynamic_batch_size")):
         return
-    for folder in own_folders(draft):
-        record = read_run(folder)
-        if record is None:
-            continue
-        kept = _kept(draft, {name: entry.get("value") for name, entry in record.last.settings.items()})
-        if draft.load is not None:
-            resumption = resumption_of(draft.load, draft.ckpt_step, False)
-            resumes = resumption is not None and resumption.continues(record)
-        else:
-            values = (folder, draft.values | kept, draft.save)
-            resumes = draft.auto_resume and draft.save and (is_unfinished(*values) or has_finished(*values))
-        if resumes:
-            _keep(draft, kept, str(folder))
-            return
-    steps = step_folders(draft.load) if draft.load is not None else {}
-    with contextlib.suppress(ValueError, KeyError):  # one that cannot be read is reported where it is loaded
-        path = steps[max(steps) if draft.ckpt_step is None else draft.ckpt_step]
-        _keep(draft, _kept(draft, read_step(path).manifest.micro_batches or {}), str(path))
-
-
-def _kept(draft: Draft, before: Mapping[str, Any]) -> dict[str, Any]:
-    """What this start takes over: all that the user left open of what the run had."""
-    had = {name: before.get(name, default) for name, default in _BEFORE.items()}
-    if draft.was_given("use_dynamic_batch_size") or draft.was_given("micro_batch_size"):
-        if not draft.use_dynamic_batch_size or not had["use_dynamic_batch_size"]:
-            return {}
-        had = {"max_tokens_per_gpu": had["max_tokens_per_gpu"]}
-    return {name: value for name, value in had.items() if not draft.was_given(name)}
-
-
-def _keep(draft: Draft, kept: Mapping[str, Any], where: str) -> None:
-    for name, value in kept.items():
-        draft.derive(name, value, f"as before in the run that is resumed, {where}")
+    for name, value in had.items():
+        if not draft.was_given(name):
+            draft.derive(name, value, "the run that is resumed had it")

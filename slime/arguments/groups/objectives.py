@@ -1,4 +1,4 @@
-"""Flags and rules of what stands beside the policy: critic, teacher of a distillation, preference pairs."""
+"""Flags and rules of models and data besides the policy: critic, distillation teacher, preference pairs."""
 
 from dataclasses import dataclass
 
@@ -76,11 +76,6 @@ class DistillationFlags:
         "who holds the teacher: an engine at --rm-url (also called sglang) or the trainer (also called "
         "megatron)",
         choices=("engine", "trainer", *OPD_TYPE_ALIASES),
-        not_built={
-            "self": "forks mean different things by it: a frozen copy of the policy that reads more than the "
-            "policy does, or the policy of now. Score samples with a --custom-rm-path of your own that sets "
-            "sample.teacher_log_probs, and use --opd-type engine"
-        },
         only_with=DISTILS,
     )
     opd_kl: str = flag(
@@ -106,9 +101,6 @@ class PreferenceFlags:
     """Preference pairs."""
 
     dpo_beta: float = flag(0.1, "how strongly DPO holds the policy to the reference", gt=0, only_with=DPO)
-    dpo_label_smoothing: float = flag(
-        0.0, "share of preferences taken to be wrong", ge=0, lt=0.5, only_with=DPO
-    )
 
 
 def distillation(draft: Draft) -> None:

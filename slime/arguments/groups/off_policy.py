@@ -1,4 +1,4 @@
-"""Flags and rules of the correction for tokens that other weights than the trainer's sampled."""
+"""Flags and rules of the correction for off-policy tokens, sampled by other weights than the trainer's."""
 
 from dataclasses import dataclass
 
@@ -47,9 +47,6 @@ class OffPolicyFlags:
         "outside: clip to both bounds, truncate to the upper, or mask to 0 (IcePop)",
         choices=("clip", "truncate", "mask"),
         only_with=(TIS, BUILT_IN_WEIGHTS),
-    )
-    tis_batch_normalize: bool = flag(
-        False, "divide the weights by their mean over the step", only_with=(TIS, BUILT_IN_WEIGHTS)
     )
     custom_tis_function_path: str | None = flag(None, "function for the weights", only_with=ASKS_FOR_WEIGHTS)
     use_rs: bool = flag(

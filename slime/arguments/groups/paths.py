@@ -1,4 +1,4 @@
-"""Paths of settings are kept in full: processes of a run may work in another folder than the command."""
+"""Makes paths in settings absolute, because processes of a run may work in another folder."""
 
 from __future__ import annotations
 

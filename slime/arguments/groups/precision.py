@@ -1,4 +1,4 @@
-"""What --dtype auto means here, and what follows where the trainer multiplies in FP8 or engines hold FP8."""
+"""Resolves `--dtype auto`, and checks settings of FP8 training and FP8 engines."""
 
 import contextlib
 from collections.abc import Callable

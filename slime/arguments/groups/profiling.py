@@ -1,9 +1,8 @@
-"""Flags and rules of what trainer ranks record of themselves: profiles of steps, history of memory."""
+"""Flags and rules of the profiling of trainer ranks: profiles of steps, history of memory."""
 
 import importlib.util
 from dataclasses import dataclass
 
-from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import flag, needs
 
@@ -50,16 +49,6 @@ def profiling(draft: Draft) -> None:
     start, end = draft.profile_step_start, draft.profile_step_end
     if draft.use_pytorch_profiler and end <= start:
         raise ValueError(f"--profile-step-end is {end}, not above --profile-step-start {start}.")
-    if draft.use_pytorch_profiler and draft.num_rollout is not None and draft.num_rollout <= start:
-        draft.idle.append(
-            f"--use-pytorch-profiler is set, but --profile-step-start {start} is never reached."
-        )
-    if not draft.record_memory_history:
-        return
-    if draft.memory_recorder == "memray" and importlib.util.find_spec("memray") is None:
-        raise ValueError("--memory-recorder memray needs the package memray: pip install 'slime[memray]'.")
-    if draft.memory_recorder == "torch" and draft.runtime != "ray" and not visible_gpus():
-        draft.idle.append(
-            "--record-memory-history is set, but torch records the memory of GPUs, and none is visible; "
-            "--memory-recorder memray records that of this machine."
-        )
+    records = draft.record_memory_history
+    if records and draft.memory_recorder == "memray" and importlib.util.find_spec("memray") is None:
+        raise ValueError("--memory-recorder memray needs the package memray: pip install 'slime-rl[memray]'.")

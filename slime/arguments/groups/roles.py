@@ -1,11 +1,11 @@
-"""--megatron-config-path: settings of the policy alone and of the critic alone, by names of flags.
+"""Reads --megatron-config-path: separate settings of policy and critic, by names of flags.
 
     megatron:
       - {role: actor, overrides: {lr: 1e-6}}
       - {role: critic, overrides: {lr: 1e-5, hf_checkpoint: models/small, load: models/small_torch_dist}}
 
-What stands there for the policy is as if it were flags. A critic is a model of its own on the same processes:
-its weights, size, optimizer and schedule may differ, layout and batches are the policy's.
+Settings of the actor act like flags. The critic is a separate model on the same processes: its weights, size,
+optimizer and schedule may differ; layout and batches are the policy's.
 """
 
 from typing import Any
@@ -66,7 +66,7 @@ def apply_critic(draft: Draft, critic: Draft, path: str) -> None:
 
 
 def critic_role(draft: Draft) -> None:
-    """What a critic cannot have of its own must be what the policy has."""
+    """Check that a critic uses the policy's value for each flag that it cannot set separately."""
     refused = [
         f"{FLAG}: the critic's {name} is {value}, the policy's is {draft.values.get(name)}: both train on "
         "the same processes and batches; leave it out, or give both the same."

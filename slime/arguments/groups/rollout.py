@@ -3,24 +3,24 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import ASYNCHRONOUS, DEFAULT, Draft
-from slime.arguments.core.flag import flag, lacks, needs, option_of
+from slime.arguments.core.flag import flag, needs, option_of
 from slime.arguments.groups.data import SHARED_DATASET
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 REFUSED = {
-    "colocate": "engines that give up the device for training cannot go on generating",
+    "colocate": "engines that give up the device for training cannot keep generating",
     "partial_rollout": "nothing is cut off there, so nothing is to be continued",
 }
 
 
-def _own_rollout(draft: Draft) -> bool:
-    return bool(draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION)
-
-
 # -- when flags have an effect
-IN_FLIGHT = needs("rollout_function_path", FULLY_ASYNC_ROLLOUT_FUNCTION, or_if=_own_rollout)
+IN_FLIGHT = needs(
+    "rollout_function_path",
+    FULLY_ASYNC_ROLLOUT_FUNCTION,
+    or_if=lambda draft: draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION,
+)
 PARTIAL = needs("partial_rollout")
 
 
@@ -56,12 +56,6 @@ class RolloutFlags:
     over_sampling_batch_size: int | None = flag(
         None, "prompts fetched at a time; default: all of a rollout", ge=1
     )
-    spare_samples_per_prompt: int = flag(
-        0,
-        "extra samples per prompt; the first to finish are trained",
-        ge=0,
-        only_with=lacks("deterministic_mode"),
-    )
     partial_rollout: bool = flag(False, "keep unfinished responses and continue them in the next rollout")
     mask_offpolicy_in_partial_rollout: bool = flag(False, "do not train older tokens", only_with=PARTIAL)
     dynamic_sampling_filter_path: str | None = flag(None, "function that keeps or drops a group")
@@ -77,15 +71,14 @@ class RolloutFlags:
     )
     max_weight_staleness: int = flag(
         1,
-        "most pushes that a token may be behind (fully asynchronous; 2 with train_async.py)",
+        "highest age of a trained token in weight pushes (fully asynchronous; 2 with train_async.py)",
         ge=0,
         only_with=IN_FLIGHT,
     )
-    adaptive_concurrency: bool = flag(False, "adapt the requests in flight to the load of the engines")
     group_failure_action: str = flag(
         "stop",
-        "if a sample cannot be generated: stop, drop or retry its group, or keep the others",
-        choices=("stop", "drop", "keep", "retry"),
+        "if a sample cannot be generated: stop, or drop or retry its group",
+        choices=("stop", "drop", "retry"),
     )
     buffer_filter_path: str | None = flag(None, "function that takes groups out of the buffer")
     custom_rollout_log_function_path: str | None = flag(None, "function that logs a rollout")

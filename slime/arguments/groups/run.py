@@ -44,7 +44,7 @@ class RunFlags:
     )
     auto_resume: bool = flag(
         True,
-        "start anew even if the folder holds an unfinished run of these settings",
+        "start a new run even if the folder holds an unfinished run of these settings",
         off="--no-auto-resume",
     )
     runtime: str = flag(
@@ -160,25 +160,22 @@ def seeds(draft: Draft) -> None:
     """Derive --rollout-seed from --seed, unless a run is resumed that did not (an earlier version)."""
     if not draft.was_given("seed") or draft.was_given("rollout_seed"):
         return
-    known = _setting_of_resumed_run(draft, "rollout_seed")
-    if known is None:
+    known = resumed_settings(draft).get("rollout_seed")
+    if known is None or is_given(known["source"]):
         draft.derive("rollout_seed", draft.seed, "same as seed")
     else:
-        draft.derive("rollout_seed", known, "the run that is resumed had it")
+        draft.derive("rollout_seed", known["value"], "the run that is resumed had it")
 
 
-def _setting_of_resumed_run(draft: Draft, name: str) -> Any:
-    """The value of a setting that nobody gave in the run that these flags resume; None: they resume none."""
+def resumed_settings(draft: Draft) -> dict[str, dict[str, Any]]:
+    """Return the settings of the run that these flags resume, with their sources; empty: they resume none."""
     resumption = resumption_of(draft.load, draft.ckpt_step, draft.finetune)
     by_itself = draft.auto_resume and draft.load is None and not draft.finetune
     for record in filter(None, map(read_run, own_folders(draft))):
-        found = record.last.settings.get(name)
-        if found is None or is_given(found["source"]):
-            continue
         saves_there = by_itself and same_folder(record.last.checkpoints, draft.save)
         if saves_there or (resumption is not None and resumption.continues(record)):
-            return found["value"]
-    return None
+            return record.last.settings
+    return {}
 
 
 def auto_resume(draft: Draft) -> None:

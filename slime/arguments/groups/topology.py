@@ -53,7 +53,7 @@ class TopologyFlags:
 
 @dataclass(frozen=True, slots=True)
 class ServerGroup:
-    """Engines that are alike. `overrides`: server flags of this group alone, by name with `_`; they win."""
+    """A group of identical engines. `overrides`: server flags of this group, by name with `_`; they win."""
 
     worker_type: str
     num_gpus: int
@@ -108,7 +108,7 @@ def plain_topology(model_path: str | None, num_gpus: int, num_gpus_per_engine: i
 def prefill_topology(
     model_path: str | None, num_gpus: int, num_gpus_per_engine: int, num_prefill: int
 ) -> Topology:
-    """What `--prefill-num-servers` stands for."""
+    """Return the topology that `--prefill-num-servers` is short for."""
     num_engines = num_gpus // num_gpus_per_engine
     if num_prefill >= num_engines:
         raise ValueError(
@@ -312,7 +312,7 @@ def _router_policy(draft: Draft) -> None:
 
 
 def _takes_router(draft: Draft) -> bool:
-    """Whether SGLang's router, which adds fields of its own to requests, can serve the engines."""
+    """Return whether SGLang's router, which adds fields of its own to requests, can serve the engines."""
     return bool(draft.rollout_external_engine_addrs) or ENGINES[draft.rollout_engine].takes_sglang_flags
 
 

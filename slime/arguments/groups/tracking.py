@@ -44,6 +44,6 @@ class TrackingFlags:
     use_trackio: bool = flag(False, "metrics and samples to trackio (environment: TRACKIO_SPACE_ID)")
     use_mlflow: bool = flag(False, "metrics and samples to MLflow (environment: MLFLOW_TRACKING_URI)")
     log_passrate: bool = flag(False, "pass@k")
-    log_correct_samples: bool = flag(False, "lengths and entropy of answers with reward 1")
+    log_correct_samples: bool = flag(False, "lengths and entropy of responses with reward 1")
     log_multi_turn: bool = flag(False, "lengths and turns of whole responses (multi_turn/*)")
     log_reward_category: str | None = flag(None, "count rewards by this entry of a dict", metavar="KEY")

@@ -1,12 +1,13 @@
-"""How trained tokens may be drawn: one rule for flags and for what generate functions ask of an engine.
+"""Decides how trained tokens may be sampled: one rule for flags and for requests of generate functions.
 
-Trainer and engine take log-probs at --rollout-temperature, over the ids that an engine says it kept for a
-token (top-p, top-k, min-p), else over the whole vocabulary. Whatever else bends the distribution is refused.
+Trainer and engine compute log-probs at --rollout-temperature, over the ids that an engine reports for a token
+(top-p, top-k, min-p), else over the whole vocabulary. Other changes of the distribution are refused.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from slime.arguments.all_flags import Flags
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import option_of
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
@@ -23,37 +24,26 @@ NEUTRAL: dict[str, float] = {
     "presence_penalty": 0.0,
 }
 GREEDY_BELOW = 1e-6  # temperatures at which engines draw greedily; that of slime.wire.protocol
-# Filters whose outcome an engine may tell: the ids that each token was drawn from.
-TOLD_BY_NUCLEUS = ("top_p", "top_k", "min_p")
+# Filters whose outcome an engine can report: the ids that each token was drawn from.
+REPORTED_BY_NUCLEUS = ("top_p", "top_k", "min_p")
 # Fields that allow some texts, or favour some tokens.
 CONSTRAINTS = ("regex", "json_schema", "ebnf", "structural_tag", "logit_bias", "custom_logit_processor")
 
 
-class SamplingFlags(Protocol):
-    """The settings of a run that decide how its tokens are drawn."""
-
-    loss_type: str
-    allow_sampling_mismatch: bool
-    rollout_engine: str
-    rollout_external_engine_addrs: list[str] | None
-    rollout_top_p: float
-    rollout_top_k: int
-
-
-def engines_tell_nucleus(args: SamplingFlags) -> bool:
-    """Whether the run's engines can say which ids they drew a token from."""
+def engines_report_nucleus(args: Flags | Draft) -> bool:
+    """Return whether the run's engines can report which ids they drew a token from."""
     return ENGINES[args.rollout_engine].dialect.reports_nucleus and not args.rollout_external_engine_addrs
 
 
-def is_cut(params: Mapping[str, Any], vocab_size: int | None = None) -> bool:
-    """Whether sampling parameters leave tokens out that an engine may tell of."""
-    return any(not _is_neutral(name, params.get(name), vocab_size) for name in TOLD_BY_NUCLEUS)
+def restricts_nucleus(params: Mapping[str, Any], vocab_size: int | None = None) -> bool:
+    """Return whether sampling parameters leave out tokens in a way that an engine can report."""
+    return any(not _is_neutral(name, params.get(name), vocab_size) for name in REPORTED_BY_NUCLEUS)
 
 
-def replays_nucleus(args: SamplingFlags) -> bool:
-    """Whether by its flags a run trains on tokens that come with the ids they were drawn from."""
-    cut = is_cut({"top_p": args.rollout_top_p, "top_k": args.rollout_top_k})
-    return cut and not args.allow_sampling_mismatch and args.loss_type not in SUPERVISED_LOSSES
+def replays_nucleus(args: Flags | Draft) -> bool:
+    """Return whether a run trains on tokens that come with the ids they were drawn from."""
+    restricted = restricts_nucleus({"top_p": args.rollout_top_p, "top_k": args.rollout_top_k})
+    return restricted and not args.allow_sampling_mismatch and args.loss_type not in SUPERVISED_LOSSES
 
 
 def refusal(
@@ -61,13 +51,13 @@ def refusal(
     *,
     spelling: Callable[[str], str] = str,
     vocab_size: int | None = None,
-    nucleus_told: bool = False,
-    to_be_told: str = "",
+    nucleus_reported: bool = False,
+    fix: str = "",
 ) -> str | None:
-    """Why tokens that are drawn with `params` must not be trained on; None: they may.
+    """Return why tokens that are drawn with `params` must not be trained on; None: they may.
 
-    `spelling` is how a user writes a name. `nucleus_told`: the engine says which ids each token was drawn
-    from; else `to_be_told` may name a way to make it.
+    `spelling` is how a user writes a name. `nucleus_reported`: the engine reports the ids that each token was
+    drawn from; else `fix` may name a way to get them.
     """
     temperature = params.get("temperature")
     cold = isinstance(temperature, (int, float)) and 0 <= temperature < GREEDY_BELOW
@@ -77,13 +67,13 @@ def refusal(
         return f"{greedy} {_accept(name)}"
     wrong = "distribution whose log-probs the trainer does not compute"
     for name in NEUTRAL:
-        told = name in TOLD_BY_NUCLEUS
-        if _is_neutral(name, params.get(name), vocab_size) or (nucleus_told and told):
+        reported = name in REPORTED_BY_NUCLEUS
+        if _is_neutral(name, params.get(name), vocab_size) or (nucleus_reported and reported):
             continue
-        unless = " unless it is told which tokens were kept" if told else ""
+        unless = " unless the engine reports which tokens were kept" if reported else ""
         return (
             f"{spelling(name)} is {params[name]}: the engine then samples from a truncated {wrong}{unless}, "
-            f"so importance ratios are wrong. {_accept(name, to_be_told if told else '')}"
+            f"so importance ratios are wrong. {_accept(name, fix if reported else '')}"
         )
     for name in filter(params.get, CONSTRAINTS):
         return (
@@ -114,12 +104,12 @@ def trained_sampling(draft: Draft) -> None:
     why = refusal(
         params,
         spelling=lambda name: option_of(f"rollout_{name}"),
-        nucleus_told=engines_tell_nucleus(draft),
-        to_be_told=f"use --rollout-engine embedded, which tells ({silent} not tell)",
+        nucleus_reported=engines_report_nucleus(draft),
+        fix=f"use --rollout-engine embedded, which reports them ({silent} not report them)",
     )
     if why is not None:
         raise ValueError(why)
-    if not is_cut(params):
+    if not restricts_nucleus(params):
         return
     name = "top_p" if draft.rollout_top_p < 1 else "top_k"
     given = f"{option_of(f'rollout_{name}')} is {params[name]:g}"

@@ -55,12 +55,6 @@ class FSDPFlags:
     fp8_training: bool = flag(
         False, "linear layers multiply in FP8, forward and backward. Emulated on a CPU", only_with=FSDP
     )
-    router_aux_loss_coef: float | None = flag(
-        None,
-        "coefficient of the loss that balances experts within a sample. Default: from the model's config",
-        ge=0,
-        only_with=FSDP,
-    )
 
 
 @dataclass
@@ -85,7 +79,7 @@ class AdapterFlags:
 
 
 def trainable_parameters(draft: Draft) -> None:
-    """Two lists that contradict each other, and adapters beside them, are refused."""
+    """Two lists that contradict each other, and adapters in addition to them, are refused."""
     if draft.freeze_indexer and not draft.only_train_params_name_list:
         frozen = [*(draft.freeze_params_name_list or []), INDEXER]
         draft.derive("freeze_params_name_list", frozen, "freeze_indexer")
@@ -134,6 +128,11 @@ def model_parallel_sizes(draft: Draft) -> None:
     ranks = draft.actor_num_nodes * draft.actor_num_gpus_per_node
     tensor, context = draft.tensor_model_parallel_size, draft.context_parallel_size
     trainer = BACKENDS[draft.train_backend]
+    if context > 1 and draft.share_prefix:
+        raise ValueError(
+            f"--share-prefix with --context-parallel-size {context}: shared prefixes are computed on one "
+            "rank; keep one of them."
+        )
     if context > 1:  # no rank has the logits of a whole sample
         reason = "needs the logits of whole samples on one rank; use --context-parallel-size 1"
         if draft.loss_type == "custom_loss" or (

@@ -12,7 +12,6 @@ MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}  # of one number, by 
 
 # -- when flags have an effect
 BY_TOKENS = needs("use_dynamic_batch_size", harmless=True)
-BY_OWN_ROUTES = lacks("use_routing_replay", or_if=lambda d: d.use_rollout_routing_replay, harmless=True)
 OWN_LOSS = needs("loss_type", "custom_loss", harmless=True)
 BY_SAMPLES = lacks("use_dynamic_batch_size", harmless=True)
 DECAYS = lacks("lr_decay_style", "constant", said_by="lr_decay_style")
@@ -49,12 +48,6 @@ class TrainingFlags:
     )
     max_tokens_per_gpu: int | None = flag(
         None, "most tokens of a micro-batch. Default: what fits into GPU memory", ge=1, only_with=BY_TOKENS
-    )
-    log_probs_max_tokens_per_gpu: int | None = flag(
-        None,
-        "most tokens in passes without a backward pass. Default: --max-tokens-per-gpu",
-        ge=1,
-        only_with=(BY_TOKENS, BY_OWN_ROUTES),
     )
     balance_data: bool = flag(False, "balance estimated work over data-parallel ranks")
     balance_by_flops: bool = flag(False, "balance micro-batches by estimated work too; sets --balance-data")

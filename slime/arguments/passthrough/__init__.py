@@ -1,1 +1,1 @@
-"""Flags of SGLang, its router and Megatron on slime's command line: split off, checked, passed on."""
+"""Passes flags of SGLang, its router and Megatron through slime's command line, after checking them."""

@@ -92,7 +92,7 @@ _USUAL_FLAGS = """
 """
 
 
-NEEDS_MEGATRON = "Megatron is not installed: pip install 'slime[megatron]'."
+NEEDS_MEGATRON = "Megatron is not installed: pip install 'slime-rl[megatron]'."
 
 
 @functools.cache

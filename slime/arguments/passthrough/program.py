@@ -1,4 +1,4 @@
-"""The flags of another program: taken out of a command line and checked against those it says it has."""
+"""Extracts the flags of another program from a command line, and checks them against its own list."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -87,7 +87,7 @@ class ProgramFlags:
     owned: Mapping[str, str]  # flags that slime sets itself -> what decides them
     by_option: Mapping[str, ProgramFlag]  # "--mem-fraction-static" -> its flag
     renamed: Mapping[str, str] = field(default_factory=dict)  # name of another release -> words that mean it
-    left_out: frozenset[str] = frozenset()  # owned flags that may be given: they are told of and dropped
+    left_out: frozenset[str] = frozenset()  # owned flags that may be given: they are reported and dropped
 
     def find(self, option: str) -> ProgramFlag:
         """The flag that `--sglang-mem-fraction-static` (or `_` for `-`) means; ValueError: there is none."""
@@ -106,7 +106,7 @@ class ProgramFlags:
         return "--" + option.removeprefix(self.prefix).replace("_", "-")
 
     def translate(self, option: str) -> str | None:
-        """What a flag of another release is called in this one, `""` where nothing is; None: no such flag."""
+        """Return this release's name for a flag of another; `""` if it was removed, None if there is none."""
         name = self.own_option(option)
         words = self.renamed.get(name) if name not in self.by_option else None
         return words if words is None or not words or words.split()[0] in self.by_option else None

@@ -1,7 +1,7 @@
 """Packed attention and its backward pass as one operator, which compiled layers see as a single opaque call.
 
-Boundaries of documents travel twice: as a tensor on the device for kernels, and on the host, where they
-are read without waiting for the device.
+Document boundaries are passed twice: as a tensor on the device for kernels, and on the host, where they can
+be read without waiting for the device.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Operator = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tenso
 
 
 class NotInstalled(ImportError):
-    """An operator needs a package that is not there, which is no fault of it."""
+    """Raised by an operator whose package is not installed; this does not count as a failure of its trial."""
 
 
 def packed_operator(

@@ -1,7 +1,7 @@
 """Context parallelism by zigzag: documents are cut into 2 x size chunks; rank r holds r and 2 x size - 1 - r.
 
-Under a causal mask late chunks cost more than early ones; one of each kind balances the ranks. Queries stay
-where they are, keys and values are gathered.
+Under a causal mask late chunks cost more than early ones, so each rank gets one of both. Queries stay on
+their rank; keys and values are gathered.
 """
 
 from dataclasses import dataclass, replace
@@ -61,7 +61,7 @@ def zigzag_tree(lengths: tuple[int, ...], size: int, rank: int) -> PrefixTree:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All ranks' rows behind each other; a rank's gradient is summed over the ranks that used its rows."""
+    """Concatenates all ranks' rows; a rank's gradient is summed over the ranks that used its rows."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -89,7 +89,7 @@ def gather_keys(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[T
 
 @dataclass(frozen=True, slots=True)
 class SpreadTree:
-    """A tree whose tokens are spread over the ranks of `group`: what attention gets for PackedDocuments."""
+    """A PrefixTree whose tokens are split over the ranks of `group`; used in place of PackedDocuments."""
 
     tree: PrefixTree  # its queries are this rank's tokens, its stream those of all ranks behind each other
     group: dist.ProcessGroup
@@ -171,6 +171,5 @@ class StreamShare(Share):
             copies=torch.isin(stream.local, stream.real),
             nucleus=stream.nucleus,
             group=group,
-            predicted=stream.places,
             count=len(mb.targets),
         )

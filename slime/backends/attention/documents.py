@@ -1,4 +1,4 @@
-"""Where the documents of a packed stream begin and end, and which of them can be computed as one batch."""
+"""Describes the documents of a packed stream, and which of them can be computed as one batch."""
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar

@@ -1,8 +1,8 @@
 """Packed attention by FlashAttention-4, where `flash-attn-4` is installed: all documents in one call.
 
-The fastest way on Hopper and Blackwell GPUs. Its public function hides the pass back inside autograd, which
-compiled layers cannot look into, so the two functions below it are called here. They may change with a
-release: `attention.prepare` tries the operator against plain attention before anything relies on it.
+It is the fastest kernel on Hopper and Blackwell GPUs. Its public function hides the backward pass in
+autograd, which torch.compile cannot trace, so the two internal functions are called here. They may change
+with a release: `attention.prepare` tries the operator against plain attention before anything relies on it.
 """
 
 import functools

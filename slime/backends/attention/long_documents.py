@@ -2,8 +2,8 @@
 
 A packed batch spends most of its attention on few long documents, where cuDNN's kernels are about twice as
 fast as the variable-length ones of torch. cuDNN prepares a kernel for each length it meets, so a document is
-computed at its length rounded up: the rows behind its end are whatever follows in the stream, no real token
-sees them, and their gradient is zero.
+computed at its length rounded up: the rows after its end belong to whatever follows in the stream, no real
+token attends to them, and their gradient is zero.
 """
 
 import itertools
@@ -142,6 +142,7 @@ def _backward(
     grad, query, key, value = (x.contiguous() for x in (grad, query, key, value))
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     ends, filled, heads = bounds.tolist(), 0, query.shape[1]
     for part in _parts(ends, heads):
         count = part.end - part.start
@@ -161,16 +162,10 @@ def _backward(
             cu, longest = _run_bounds(cu_seqlens, ends, part)
             parts = (x[rows] for x in (grad, query, key, value, out))
             known = (*parts, sums.view(heads, count), cu, cu, longest, longest)
-            results = _aten._flash_attention_backward(
-                *known, 0.0, True, _no_dropout(query.device), unused, scale=scale
-            )
+            results = _aten._flash_attention_backward(*known, 0.0, True, no_dropout, unused, scale=scale)
             for whole, piece in zip(grads, results, strict=True):
                 whole[rows] = piece
     return grads
-
-
-def _no_dropout(device: torch.device) -> Tensor:
-    return torch.zeros(2, dtype=torch.uint64, device=device)
 
 
 attend = packed_operator(

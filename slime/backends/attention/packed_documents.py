@@ -9,8 +9,6 @@ scores (algorithms/attention_variants.py) are computed in such batches too, but 
 torch's variable-length attention knows them. Other masks are refused by name.
 """
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,14 +21,10 @@ from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix
 from slime.backends.attention import flash4, long_documents
 from slime.backends.attention.attention_operator import Operator
 from slime.backends.attention.documents import PackedDocuments
-from slime.backends.attention.short_products import attend_with_mask
 from slime.backends.attention.trial import first_right, unobserved
 
 ATTENTION_NAME = "slime_packed"
 DOCUMENTS = "_slime_documents"  # attribute of a layer: the documents of the pass that runs
-
-# On a CPU, documents up to this length use plain matrix products: torch's kernel works in larger blocks.
-_SHORT = 64
 
 
 def packed_attention(
@@ -50,9 +44,9 @@ def packed_attention(
     if places is None and variant is PLAIN and (operator := operator_for(query, key, value)) is not None:
         chosen = query.shape[-1] ** -0.5 if scale is None else scale
         return operator(query, key, value, documents.cu_seqlens, documents.bounds, chosen)[0]
-    if places is None and (attend := varlen_for(query, variant)) is not None:
+    if places is None and takes_varlen(query, variant):
         bound, cu = documents.bound, documents.cu_seqlens
-        return attend(query, key, value, cu, cu, bound, bound, scale, window=variant.window)
+        return varlen_attention(query, key, value, cu, cu, bound, bound, scale, window=variant.window)
 
     def in_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _causal(q, k, v, scale) if variant is PLAIN else attend_to_prefix(q, k, v, scale, variant)
@@ -87,8 +81,6 @@ def by_document(
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """[B, L, H, D] attention with a causal mask."""
-    if query.device.type == "cpu" and query.dtype.itemsize >= 4 and query.shape[1] <= _SHORT:
-        return _short_causal(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
@@ -96,22 +88,13 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
 
 
-def _short_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of short documents by plain matrix products."""
-    length, count = query.shape[1], query.shape[2] // key.shape[2]
-    later = query.new_full((length, length), -torch.inf).triu_(1).repeat_interleave(count, 0)
-    return attend_with_mask(query, key, value, later, scale)
-
-
-# Operators for packed attention on CUDA, the fastest first; which of them runs for query heads per key head
-# and width of a head; and torch's variable-length attention. `prepare` fills in the latter two: plain data,
-# which compiled code can read.
+# Operators for packed attention on CUDA, the fastest first. `prepare` notes which of them runs for a number
+# of query heads per key head and a width of heads: plain data, which compiled code can read.
 OPERATORS: dict[str, Operator] = {
     "FlashAttention-4": flash4.attend,
     "cuDNN for long documents": long_documents.attend,
 }
 _CHOSEN: dict[tuple[int, int], Operator | None] = {}
-_VARLEN: list[Callable[..., Tensor]] = []
 
 
 def operator_for(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
@@ -123,13 +106,9 @@ def operator_for(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
     return _CHOSEN.get(shape)
 
 
-def varlen_for(query: Tensor, variant: Variant = PLAIN) -> Callable[..., Tensor] | None:
-    """torch's variable-length attention where it can take `query`: 16 bit on CUDA, and at most a window."""
-    if not _fits_kernels(query) or variant.beyond_window:
-        return None
-    if not _VARLEN:
-        _VARLEN.append(unobserved(_varlen_attention))
-    return _VARLEN[0] if variant is PLAIN or _varlen_has_windows() else None
+def takes_varlen(query: Tensor, variant: Variant = PLAIN) -> bool:
+    """Return whether `varlen_attention` can take `query`: 16 bit on CUDA, and at most a window."""
+    return _fits_kernels(query) and not variant.beyond_window
 
 
 def _fits_kernels(query: Tensor) -> bool:
@@ -140,17 +119,9 @@ def prepare(ratio: int, width: int) -> None:
     """Find out how to attend with `ratio` query heads per key head of this width, before code is compiled."""
     if not torch.cuda.is_available():
         return  # documents are gathered into batches
-    if not _VARLEN:
-        _VARLEN.append(unobserved(_varlen_attention))
     if (ratio, width) not in _CHOSEN:
         device = torch.device("cuda", torch.cuda.current_device())
         _CHOSEN[ratio, width] = unobserved(lambda: first_right(OPERATORS, ratio, width, device))
-
-
-def chosen_name(ratio: int, width: int) -> str:
-    """The operator that `prepare` chose for heads of this shape, for reports."""
-    chosen = _CHOSEN.get((ratio, width))
-    return next((name for name, operator in OPERATORS.items() if operator is chosen), "torch's own")
 
 
 def head_shape(config: Any) -> tuple[int, int]:
@@ -161,68 +132,28 @@ def head_shape(config: Any) -> tuple[int, int]:
     return heads // (values.get("num_key_value_heads") or heads), width
 
 
-@functools.cache
-def _varlen_has_windows() -> bool:
-    return "window_size" in inspect.signature(varlen_attn).parameters
-
-
-@functools.cache
-def _varlen_attention() -> Callable[..., Tensor]:
-    """torch's causal variable-length attention behind one signature."""
-    accepted = inspect.signature(varlen_attn).parameters
-    # How a causal mask is asked for, and whether grouped queries and a scale are known, differs by release.
-    options: dict[str, Any] = {} if _varlen_has_windows() else {"is_causal": True}
-    scaled = "scale" in accepted
-    if "enable_gqa" in accepted:
-        options["enable_gqa"] = True
-
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_query: Tensor,
-        cu_key: Tensor,
-        longest_query: int,
-        longest_key: int,
-        scale: float | None,
-        *,
-        window: int | None = None,
-        repeat: bool = True,
-    ) -> Tensor:
-        if repeat and key.shape[1] != query.shape[1]:
-            times = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-        chosen = dict(options)
-        if "is_causal" not in options:
-            chosen["window_size"] = (-1 if window is None else window - 1, 0)
-        if scale is not None and scaled:
-            chosen["scale"] = scale
-        elif scale is not None:
-            query = query * (scale * query.shape[-1] ** 0.5)
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        out = varlen_attn(query, key, value, cu_query, cu_key, longest_query, longest_key, **chosen)
-        assert isinstance(out, Tensor), "only the output was asked for"
-        return out
-
-    return functools.partial(attend, repeat=not _takes_groups(attend))
-
-
-def _takes_groups(attend: Callable[..., Tensor]) -> bool:
-    """Whether fewer key heads than query heads are understood, in both passes: tried on a few tokens."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    parts = [
-        torch.randn(16, heads, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
-        for heads in (4, 2, 2)
-    ]
-    cu = torch.tensor([0, 16], dtype=torch.int32, device="cuda")
-    results = []
-    for repeat in (True, False):
-        try:
-            out = attend(*parts, cu, cu, 16, 16, None, repeat=repeat)
-            results.append((out, *torch.autograd.grad(out.float().square().sum(), parts)))
-        except (RuntimeError, ValueError, TypeError):
-            return False
-    return all(torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in zip(*results, strict=True))
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_query: Tensor,
+    cu_key: Tensor,
+    longest_query: int,
+    longest_key: int,
+    scale: float | None,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """Run torch's causal variable-length attention; with fewer queries than keys, both end together."""
+    times = query.shape[1] // key.shape[1]
+    if times > 1:
+        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    seen = (-1 if window is None else window - 1, 0)
+    bounds = (cu_query, cu_key, longest_query, longest_key)
+    out = varlen_attn(query, key, value, *bounds, scale=scale, window_size=seen)
+    assert isinstance(out, Tensor), "only the output was asked for"
+    return out
 
 
 def transformers_attention(
@@ -237,7 +168,7 @@ def transformers_attention(
     documents: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None).
+    """Entry point for transformers: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None).
 
     `documents` knows which tokens see each other: PackedDocuments, or this rank's part of them.
     """

@@ -1,9 +1,9 @@
-"""Attention of parts of a stream to keys that parts have in common, and its backward pass, as one operator.
+"""Attention with keys that several parts of a stream share, with its backward pass, as one operator.
 
-The gradient of a key is the sum over all parts that read it and, where query heads share a key head, over
-these. Kernels give each part a copy of its keys, for every query head; the copies' gradients are added up in
-one pass that reads each once. Left to autograd it is a sum over heads and an addition at indices, which take
-as long as attention does.
+The gradient of a key is the sum over all parts that read it and over the query heads that share its key head.
+Kernels give each part a copy of its keys for every query head; the gradients of the copies are added up in
+one pass that reads each once. Autograd would sum over heads and then add at indices, which takes as long as
+the attention itself.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from slime.backends.attention.prefix_passes import Bounds, Passes, passes_for
 
 
 class Readers(NamedTuple):
-    """For each token t of a stream the places in the keys that it has, from `ends`[t] to `ends`[t + 1]."""
+    """Maps token t of a stream to its copies among the keys: places from `ends`[t] to `ends`[t + 1]."""
 
     places: Tensor  # [S] int32
     ends: Tensor  # [T + 1] int32

@@ -1,6 +1,6 @@
-"""The kernels of both passes of attention in which a part of a stream reads more keys than it has queries.
+"""Kernels for attention in which a part of a stream has more keys than queries, forward and backward.
 
-FlashAttention-4 where it is installed and computes on this device what torch's own kernel does, else that.
+FlashAttention-4 is used if it is installed and agrees with torch's own kernel on this device; else torch's.
 """
 
 import functools
@@ -87,14 +87,14 @@ def passes_for(heads: int, groups: int, width: int, dtype: torch.dtype, device: 
     """Tried out when they are first asked for. `heads` of queries, `groups` of keys in the pass forward."""
     reason = why_not(FLASH4, TORCH, heads, groups, width, dtype, device)
     if reason:
-        logger.warning("shared prefixes: FlashAttention-4 is not used, because %s", reason)
+        logger.warning("Shared prefixes: FlashAttention-4 is not used, because %s", reason)
     return TORCH if reason is not None else FLASH4
 
 
 def why_not(
     ours: Passes, known: Passes, heads: int, groups: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why one may not stand for the other; None: both passes agree; empty: its package is not installed."""
+    """Return why `ours` cannot replace `known`; None: both agree; empty: its package is not installed."""
     shape = heads, groups, width, dtype, device
     return why_apart(lambda: _try(ours, *shape), lambda: _try(known, *shape))
 

@@ -1,4 +1,4 @@
-"""What a rank computes in place of a micro-batch's own stream: shared prefixes once, its part, or both."""
+"""Rearranges the stream of a micro-batch: shared prefixes are computed once, or each rank computes a part."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,7 +13,7 @@ from slime.backends.attention.documents import move_fields
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A stream of T tokens, and how its outputs become those of the micro-batch's R response tokens."""
+    """A stream of T tokens, and the mapping of its outputs to the micro-batch's R response tokens."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
@@ -22,30 +22,27 @@ class Share:
     places: Tensor  # [N] a response token that each predicts
     copies: Tensor  # [T] for how many samples each token stands: padding for none
     nucleus: Nucleus | None  # of N rows
-    which: Tensor | None = None  # [R] for each response token which prediction it is; None: its own
-    # Only where the stream is spread over the ranks of a group:
-    group: dist.ProcessGroup | None = None
-    predicted: Tensor | None = None  # [N] which each is of the predictions of all ranks
-    count: int = 0  # predictions of all ranks
+    which: Tensor | None = None  # [R] for each response token which row predicts it, if prefixes are shared
+    group: dist.ProcessGroup | None = None  # the ranks that the stream is cut over; None: this one has all
+    count: int = 0  # response tokens on all ranks of the group
 
     @property
     def is_whole(self) -> bool:
-        """Whether all response tokens of the micro-batch are on this rank."""
+        """Return whether all response tokens of the micro-batch are on this rank."""
         return self.group is None
 
     def join(self, values: Tensor) -> Tensor:
-        """Values of all response tokens, [R], from this rank's, [N]."""
+        """Return the values [R] of all response tokens, given the values [N] of this rank."""
         if self.group is not None:
-            assert self.predicted is not None, "a spread stream knows its place among all"
-            values = place_tokens(values, self.predicted, self.count, self.group)
+            return PlaceTokens.apply(values, self.places, self.count, self.group)
         return values if self.which is None else values.index_select(0, self.which)
 
     def to(self, device: torch.device) -> Self:
         return move_fields(self, device)
 
 
-class _PlaceTokens(torch.autograd.Function):
-    """Each rank's values at its places of one vector that all ranks then hold.
+class PlaceTokens(torch.autograd.Function):
+    """Combines each rank's values, each place of one rank alone, into one vector that all ranks then hold.
 
     All ranks compute the same loss from it, so the gradient of a rank's own values is its part, not a sum.
     """
@@ -62,8 +59,3 @@ class _PlaceTokens(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
         return grad[places], None, None, None
-
-
-def place_tokens(values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    """[R] values of all ranks from this rank's values at `places`; each place belongs to exactly one rank."""
-    return _PlaceTokens.apply(values, places, count, group)

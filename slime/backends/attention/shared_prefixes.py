@@ -1,13 +1,13 @@
-"""Documents that begin alike share it: a packed stream in which each prefix stands once.
+"""Shares common prefixes of documents: the packed stream contains each prefix once.
 
     documents  [P A1] [P A2] [Q B1]        ->  stream  [P A1] [A2] [Q B1]
 
-What a layer computes for a token depends on the tokens up to it alone, so it is computed once for all
-documents that begin with these, forward and backward: a prompt of several samples, the system prompt of
-several prompts, the turns that samples of an agent have in common, the words with which answers begin. A
-document's last token predicts nothing and is left out. Attention alone looks further: a token of A2 attends
-to P and to A2. The gradients of the documents meet in the keys and values of what they share. Results equal
-those of the whole documents to rounding.
+A layer's output for a token depends only on the tokens up to it, so it is computed once for all documents
+with this prefix, forward and backward. Shared are the prompt of several samples, a system prompt of several
+prompts, common turns of agent samples, and the first tokens of responses. A document's last token predicts
+nothing and is left out. Only attention looks across parts: a token of A2 attends to P and to A2. The
+gradients of all documents add up in the keys and values of the shared prefix. Results equal those of whole
+documents up to rounding.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from torch import Tensor
 from slime.algorithms.attention_variants import PLAIN, Variant, attend_to_prefix
 from slime.backends.attention import prefix_operator
 from slime.backends.attention.documents import PackedDocuments
-from slime.backends.attention.packed_documents import packed_attention, varlen_for
+from slime.backends.attention.packed_documents import packed_attention, takes_varlen, varlen_attention
 from slime.backends.attention.prefix_operator import Readers, readers_of
 from slime.backends.attention.share import Share
 from slime.backends.base import MicroBatch
@@ -32,9 +32,9 @@ _PAYS_FROM = 1 / 8
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Which tokens of a stream with shared prefixes see each other.
+    """Records which tokens of a stream with shared prefixes see each other.
 
-    A part is what a document adds to the stream; its keys are the document up to there.
+    A part is the stretch that a document adds to the stream; its keys are the document up to there.
     """
 
     keys: Tensor  # [sum of keys] places in the stream, part by part
@@ -56,13 +56,13 @@ class PrefixTree:
         """[T, H, D]; a part's last token sees all keys of the part, the one before it one less, and so on."""
         chosen = query.shape[-1] ** -0.5 if scale is None else scale
         cu_key, bound = self.whole.cu_seqlens, self.whole.bound
-        if (kernel := varlen_for(query, variant)) is not None:
+        if takes_varlen(query, variant):
             if self.readers is not None and variant is PLAIN and value.shape[-1] == query.shape[-1]:
                 assert self.longest is not None, "readers are made where it is known"
                 layout = (self.keys, *self.readers, self.cu_query, cu_key, self.longest)
                 return prefix_operator.attend(query, key, value, *layout, chosen)[0]
             key, value = key.index_select(0, self.keys), value.index_select(0, self.keys)
-            return kernel(
+            return varlen_attention(
                 query, key, value, self.cu_query, cu_key, bound, bound, scale, window=variant.window
             )
         if self.own is None:

@@ -1,7 +1,7 @@
 """Tests whether a packed attention kernel agrees with plain attention before a run relies on it.
 
-Fast kernels depend on the release of torch or of a package and on the device, and some have been wrong in one
-pass only: a trial costs a second, a wrong gradient costs a run.
+Whether a fast kernel is correct depends on the versions of torch and packages and on the device, and some
+were wrong in one pass only. A trial costs a second; a wrong gradient costs a run.
 """
 
 import logging
@@ -44,19 +44,19 @@ def unobserved(try_out: Callable[[], T]) -> T:
 def first_right(
     operators: dict[str, Operator], ratio: int, width: int, device: torch.device
 ) -> Operator | None:
-    """The first operator that agrees with plain attention, for `ratio` query heads per key head."""
+    """Return the first operator that agrees with plain attention, for `ratio` query heads per key head."""
     for name, operator in operators.items():
         reason = why_wrong(operator, ratio, width, device)
         if reason is None:
-            logger.info("attention of %d wide heads: %s", width, name)
+            logger.info("Attention with heads of size %d uses %s", width, name)
             return operator
         if reason:
-            logger.warning("attention of %d wide heads: %s is not used, because %s", width, name, reason)
+            logger.warning("Attention with heads of size %d does not use %s, because %s", width, name, reason)
     return None
 
 
 def why_wrong(operator: Operator, ratio: int, width: int, device: torch.device) -> str | None:
-    """Why an attention operator must not be used: it fails, or differs from the plain one, on a small batch.
+    """Return why an operator must not be used: it fails on a small batch, or differs from the plain one.
 
     None where both passes agree; an empty reason where a package that it needs is not installed.
     """

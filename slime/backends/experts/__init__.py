@@ -1,1 +1,1 @@
-"""The experts of a layer as one operator: tokens sorted by expert, grouped matrix products, fused kernels."""
+"""Computes the experts of a layer as one operator: tokens sorted by expert, grouped matrix products."""

@@ -1,10 +1,10 @@
-"""A layer's gated experts as one operator with its own pass back, which compiled layers see as a single call.
+"""A layer's gated experts as one operator with its own backward pass, opaque to compiled layers.
 
     hidden [T, H], gate_up [E, 2I, H], down [E, H, I], chosen [T, k], weights [T, k]  ->  [T, H]
 
 Choices are sorted by expert, so that each product is one grouped matrix product. The routing weight is
-applied between the two products, where rows are shortest. Kept for the pass back: the first product and the
-order; gathered tokens and gated values are made again, which costs less than reading them from memory would.
+applied between the two products, where rows are shortest. The backward pass needs the first product and the
+order; it recomputes gathered tokens and gated values, which costs less than reading them from memory.
 `chosen` may hold E for "none of these experts": such a choice adds nothing.
 """
 

@@ -1,4 +1,4 @@
-"""Model families as data: what Megatron must build for an HF config, and how the parameters correspond."""
+"""Model families as data: Megatron's settings for an HF config, and the mapping of parameter names."""
 
 from typing import Any
 

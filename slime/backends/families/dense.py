@@ -1,4 +1,4 @@
-"""Dense families: the Llama line, with what each of them adds."""
+"""Dense families: Llama and its relatives, with their differences."""
 
 from typing import Any
 

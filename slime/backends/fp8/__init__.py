@@ -1,1 +1,1 @@
-"""Matrix products of linear layers in FP8: values scaled as they come, forward and backward."""
+"""Computes the matrix products of linear layers in FP8, with dynamic scaling, forward and backward."""

@@ -1,4 +1,4 @@
-"""The Triton kernel that turns FP8 matrices; imported only on CUDA machines."""
+"""The Triton kernel that transposes FP8 matrices; imported only on CUDA machines."""
 
 import torch
 import triton

@@ -1,7 +1,7 @@
-"""Linear layers that multiply in FP8: their output, and the gradients of their input and their weight.
+"""Linear layers that multiply in FP8, in the forward pass and for both gradients.
 
-Weights stay what they are, and so do gradients: 16 or 32 bits wide. Values are scaled anew for each product.
-Kept for the backward pass are the input and the weight as they were multiplied, a byte each.
+Weights and gradients keep their 16 or 32 bits. Values are scaled again for each product. The backward pass
+keeps input and weight in FP8, a byte per number.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-"""Matrices as e4m3 values and factors that are powers of two.
+"""Represents matrices as e4m3 values with scale factors that are powers of two.
 
 A matrix is scaled by rows, so that the largest number of each row is near the largest of e4m3. A product sums
-over columns; where it must sum over rows, the matrix is turned: written the other way round with one factor
-for all of it. Since factors are powers of two, that shifts exponents and rounds again only what becomes
-smaller than e4m3's smallest normal number: next to nothing beside the row that has the largest factor.
+over columns; if it must sum over rows, the matrix is transposed, with one factor for all of it. Since factors
+are powers of two, this shifts exponents, and rounds again only numbers that fall below e4m3's smallest normal
+number, which are negligible compared with the row of the largest factor.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _UP_FROM_7_4, _MANTISSA_BITS, _LARGEST_EXPONENT = 0x1FFFFF, 23, 8
 
 
 class Scaled(NamedTuple):
-    """values * factors is the matrix. Factors are [rows, 1], or one of no dimension."""
+    """A scaled matrix: `values * factors`. Factors are [rows, 1], or a scalar."""
 
     values: Tensor
     factors: Tensor

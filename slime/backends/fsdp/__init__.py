@@ -1,4 +1,4 @@
-"""HF causal LMs trained under FSDP2, on one process or many, CPU or GPU."""
+"""Trains HF causal LMs with FSDP2, on one process or many, on CPU or GPU."""
 
 from slime.backends.fsdp.backend import FSDPBackend
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime.algorithms.expert_balance import load_metrics
 from slime.arguments import Args
 from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.attention.share import Share
 from slime.backends.attention.shared_prefixes import PrefixShare
-from slime.backends.attention.spread_prefixes import SpreadShare
 from slime.backends.base import (
     Bucket,
     Denominators,
@@ -37,20 +36,19 @@ from slime.backends.fsdp import (
     tensor_parallel,
     vision,
 )
-from slime.backends.fsdp.expert_watch import ExpertWatch, balance_coefficient
+from slime.backends.fsdp.expert_watch import ExpertWatch
 from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers, require_input_gradient
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, reshard, shard
-from slime.backends.fsdp.optimizer import build_optimizer
 from slime.backends.fsdp.scalar_model import PackedLM, PackedScalarLM
 from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.shared.checkpoint_errors import plain_errors
 from slime.backends.shared.draw_weights import draw_weights
 from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.microbatch import by_sample
-from slime.backends.shared.placed_adam import PlacedAdamW, local
+from slime.backends.shared.placed_adam import MomentPlan, PlacedAdamW, local
 from slime.backends.shared.trainable import freeze
-from slime.backends.shared.trainer_base import TrainerBase
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.backends.shared.trainer_folder import read_manifest
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
@@ -59,7 +57,7 @@ from slime.catalog.families import is_verified, refusal
 _COMPILE_FROM_WIDTH = 1024
 
 
-class FSDPBackend(TrainerBase):
+class FSDPBackend(TrainBackend):
     """One rank's model shard and optimizer. Every public method is called by all ranks together."""
 
     optimizer: torch.optim.Optimizer
@@ -88,21 +86,16 @@ class FSDPBackend(TrainerBase):
             vision.freeze_tower(self.model.lm)
         lora.add_adapters(args, self.model.lm)
         self._set_costs(self.hf_config, self.model.lm.parameters())
-        self.experts = ExpertWatch(self.model.lm, balance_coefficient(args, self.model.lm))
-        # A balance that flags ask for is known where micro-batches are made.
-        balances = self.experts.has_balance and not args.router_aux_loss_coef
-        if args.share_prefix and (balances or not families.can_share_prefixes(self.model.lm)):
+        self.experts = ExpertWatch(self.model.lm)
+        if args.share_prefix and not families.can_share_prefixes(self.model.lm):
             # Its micro-batches, which count a shared prompt once, would be too large.
-            asks = "its config asks for an even use of experts, which looks at all tokens of every sample"
-            reason = asks if balances else "its layers need every sample whole"
             raise ValueError(
-                f"--share-prefix: a {self.hf_config.model_type} cannot share what samples begin with, "
-                f"because {reason}; remove it."
+                f"--share-prefix: a {self.hf_config.model_type} cannot share prefixes, because its layers "
+                "need every sample whole; remove it."
             )
         self.working = self._place(self.model, None if random_weights else self.start)
         self.optimizer = build_optimizer(args, self.model.lm.parameters())
         self._host = HostMemory()
-        self._reserve_host_memory()
         self.copies = WeightCopies(lambda: [local(p.data) for p in self.model.parameters()])
 
     def _build_model(self) -> PackedLM:
@@ -151,8 +144,6 @@ class FSDPBackend(TrainerBase):
         else:
             loading.fill(model.lm, path, known)
         model.eval()
-        if alone and self.device.type == "cpu" and self.compute_dtype == torch.float32 and not self.is_scalar:
-            loading.add_rows_to_output_gradient(model.lm)
         return (
             WorkingCopy(model, self.compute_dtype) if alone and self.compute_dtype != torch.float32 else None
         )
@@ -200,7 +191,7 @@ class FSDPBackend(TrainerBase):
                     out = self._forward(
                         mb, share, entropy=loss.needs_entropy, logits=loss.needs_logits, at_head=loss.at_head
                     )
-                    value, metrics = self.experts.add_balance(*loss.fn(out, mb), mb, denominators)
+                    value, metrics = loss.fn(out, mb)
                 if learns:
                     torch.autograd.backward(value * scale)
                 else:
@@ -209,7 +200,9 @@ class FSDPBackend(TrainerBase):
                     sums[name] = sums[name] + metric if name in sums else metric
         reduced, grad_norm = self._reduce(sums, denominators)
         if (counts := self.experts.take()) is not None:
-            reduced |= load_metrics(self._sum_over_tokens(counts))
+            if self.mesh.shard.size() > 1:  # these ranks hold different tokens
+                dist.all_reduce(counts, group=self.mesh.shard.get_group())
+            reduced |= load_metrics(counts)
         return reduced, grad_norm
 
     def _finish_step(
@@ -225,9 +218,9 @@ class FSDPBackend(TrainerBase):
     ) -> tuple[MicroBatch, Share | None]:
         """Send the micro-batch to the device, with the stream that replaces its own where there is one.
 
-        That is a stream in which samples share prefixes, this rank's part under context parallelism, or both.
+        That is a stream in which samples share prefixes, or this rank's part under context parallelism.
         """
-        # The balance of experts is measured over all tokens.
+        # The use of experts is counted over all tokens.
         counted = self.has_experts
         shares = self._shares_prefixes(mb, model, loss)
         prefixes = PrefixShare.of(mb, all_tokens=counted) if shares else None
@@ -239,22 +232,16 @@ class FSDPBackend(TrainerBase):
         if group is None:
             sent = vision.with_images(mb, model.lm.config).to(self.device)
             return sent, None if prefixes is None else prefixes.to(self.device)
-        ranks = (self.layout.cp_size, self.layout.cp_rank, group)
-        if prefixes is not None:
-            return mb.to(self.device), SpreadShare.of(prefixes, *ranks).to(self.device)
         after = isinstance(model, PackedScalarLM) and bool(model.offset)
-        return mb.to(self.device), StreamShare.of(mb, *ranks, after_token=after).to(self.device)
+        share = StreamShare.of(mb, self.layout.cp_size, self.layout.cp_rank, group, after_token=after)
+        return mb.to(self.device), share.to(self.device)
 
     def _shares_prefixes(self, mb: MicroBatch, model: PackedLM, loss: Loss | None) -> bool:
-        """Whether samples share prefixes; not where a loss reads every token (logits, expert balance)."""
-        looked_at = loss is not None and (loss.needs_logits or self.experts.has_balance)
+        """Return whether samples share prefixes; they cannot if a loss reads the logits of every token."""
+        looked_at = loss is not None and loss.needs_logits
         plain = not mb.media and mb.routed_experts is None and isinstance(model, PackedCausalLM)
-        return (
-            self.args.share_prefix is not False
-            and plain
-            and not looked_at
-            and families.can_share_prefixes(model.lm)
-        )
+        wanted = self.args.share_prefix is not False and self.mesh.context_group is None
+        return wanted and plain and not looked_at and families.can_share_prefixes(model.lm)
 
     def _forward(
         self,
@@ -330,12 +317,6 @@ class FSDPBackend(TrainerBase):
     def _forget_moments(self) -> None:
         self.optimizer.state.clear()
 
-    def _sum_over_tokens(self, counts: Tensor) -> Tensor:
-        """Sum over the ranks that hold different tokens."""
-        if self.mesh.shard.size() > 1:
-            dist.all_reduce(counts, group=self.mesh.shard.get_group())
-        return counts
-
     # -- weights ---------------------------------------------------------------------------------------------
 
     def _read_hf(self, path: str | Path) -> None:
@@ -364,7 +345,7 @@ class FSDPBackend(TrainerBase):
         return hf_export.buckets(self.model.lm, bucket_bytes, dtype, scalar=self.is_scalar)
 
     def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """Export all weights: there is a single pipeline stage."""
+        # There is a single pipeline stage.
         return self.export(dtype)
 
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
@@ -403,17 +384,6 @@ class FSDPBackend(TrainerBase):
                 pending.result()
         return self.pending_save is None
 
-    def _reserve_host_memory(self) -> None:
-        """Reserve host memory for weights and two moments, if the trainer leaves its device between steps."""
-        if self.device.type != "cuda" or not self.args.offload_train:
-            return
-        placed = isinstance(self.optimizer, PlacedAdamW)
-        self._host.reserve(
-            local(parameter).nbytes
-            for parameter in self.model.parameters()
-            for _ in range(3 if parameter.requires_grad and not placed else 1)
-        )
-
     def _move_parameters(self, device: torch.device) -> None:
         if self.args.fsdp_cpu_offload:
             return
@@ -426,3 +396,19 @@ class FSDPBackend(TrainerBase):
             self.optimizer.move(device, self._host)
         elif not self.args.fsdp_cpu_offload:
             self._host.move_state(self.optimizer, device)
+
+
+def build_optimizer(args: Args, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Two parameter groups: matrices with weight decay; vectors (norms, biases) without."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.ndim > 1) is matrix] for matrix in (True, False))
+    decays = ((matrices, args.weight_decay), (vectors, 0.0))
+    groups: list[dict[str, Any]] = [{"params": own, "weight_decay": decay} for own, decay in decays if own]
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=args.lr)
+    betas = (args.adam_beta1, args.adam_beta2)
+    settings: dict[str, Any] = {"lr": args.lr, "betas": betas, "eps": args.adam_eps}
+    plan = MomentPlan.of(args)
+    if not plan.is_plain:
+        return PlacedAdamW(groups, plan, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)

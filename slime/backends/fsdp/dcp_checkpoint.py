@@ -10,7 +10,7 @@ import json
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,30 +18,20 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from slime.arguments import Args
 from slime.backends.fsdp import loading
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import hub_name, is_adapter
-from slime.backends.fsdp.scalar_model import PackedLM
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
 from slime.backends.shared.hub_folder import listed
 from slime.backends.shared.placed_adam import PlacedAdamW, create_state
 from slime.catalog.deadlines import timeout_s
 from slime.utils.files.torch_dist_folder import is_torch_dist
 
-
-class CheckpointedTrainer(Protocol):
-    """What a checkpoint is written from and read into: the parts of `FSDPBackend` that it holds."""
-
-    args: Args
-    optimizer: torch.optim.Optimizer
-    pending_save: Future[Any] | None
-    save_group: dist.ProcessGroup | None
-    model: PackedLM
+Trainer = Any  # an `FSDPBackend`, whose module imports this one
 
 
 def fingerprint(lm: HFModel, *, adapters: bool = True) -> dict[str, Any]:
-    """What must agree for weights to be exchangeable: model type, name and shape of every parameter."""
+    """Return all that must agree for weights to be exchangeable: model type, parameter names and shapes."""
     parameters = [(name, p) for name, p in lm.named_parameters() if adapters or not is_adapter(name)]
     shapes = {name if adapters else hub_name(name): list(parameter.shape) for name, parameter in parameters}
     text = json.dumps([lm.config.model_type, shapes], sort_keys=True)
@@ -52,13 +42,13 @@ def fingerprint(lm: HFModel, *, adapters: bool = True) -> dict[str, Any]:
     }
 
 
-def save(backend: CheckpointedTrainer, path: Path, *, with_optimizer: bool) -> None:
+def save(backend: Trainer, path: Path, *, with_optimizer: bool) -> None:
     create_state(backend.optimizer)
     with _plain_moments(backend.optimizer):
         _write(backend, path, _state(backend, with_optimizer))
 
 
-def _write(backend: CheckpointedTrainer, path: Path, state: dict[str, Any]) -> None:
+def _write(backend: Trainer, path: Path, state: dict[str, Any]) -> None:
     if not backend.args.async_save:
         with plain_errors():
             dcp.save(state, checkpoint_id=path)
@@ -76,7 +66,7 @@ def _write(backend: CheckpointedTrainer, path: Path, state: dict[str, Any]) -> N
     backend.pending_save = pending
 
 
-def load(backend: CheckpointedTrainer, path: Path, *, with_optimizer: bool) -> None:
+def load(backend: Trainer, path: Path, *, with_optimizer: bool) -> None:
     """Read weights and, with the optimizer, moments into the live tensors."""
     if with_optimizer:
         create_state(backend.optimizer)
@@ -101,13 +91,13 @@ def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> 
     )
 
 
-def save_weights(backend: CheckpointedTrainer, path: Path) -> None:
+def save_weights(backend: Trainer, path: Path) -> None:
     """Save only the weights that the live model holds now."""
     with plain_errors():
         dcp.save(_state(backend, with_optimizer=False), checkpoint_id=path)
 
 
-def _state(backend: CheckpointedTrainer, with_optimizer: bool) -> dict[str, Any]:
+def _state(backend: Trainer, with_optimizer: bool) -> dict[str, Any]:
     """Live tensors by name; reading a checkpoint writes into them in place."""
     # With adapters the model itself is that of --hf-checkpoint, and stays there.
     trained_only = bool(backend.args.lora_rank)

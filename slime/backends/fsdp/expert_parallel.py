@@ -1,8 +1,8 @@
 """Distributes the experts of a layer over the ranks of a tensor-parallel group: each rank runs some, whole.
 
-All ranks of the group have the same tokens and the same routing. A rank runs the choices that fell on its
-experts, and the ranks' results are summed; so are, on the way back, the gradients of the tokens and of the
-routing weights.
+All ranks of the group have the same tokens and the same routing. Each rank computes the tokens that chose its
+experts, and the results are summed over ranks; the backward pass sums the gradients of tokens and routing
+weights.
 """
 
 import copy
@@ -20,7 +20,7 @@ _MATRICES = ("gate_up_proj", "down_proj")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds a layer's experts as transformers does: one tensor [experts, ...] per matrix."""
+    """Return whether a module holds experts as transformers does: one tensor [experts, ...] per matrix."""
     parameters = dict(module.named_parameters(recurse=False))
     return parameters.keys() == set(_MATRICES) and all(p.dim() == 3 for p in parameters.values())
 
@@ -56,7 +56,7 @@ def _local_view(experts: nn.Module, num_own: int) -> nn.Module:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the group; what flows back is the same on all its ranks already."""
+    """Sums over the group in the forward pass; the gradient is already the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -70,7 +70,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumGradient(torch.autograd.Function):
-    """The values as they are; what flows back is summed over the group."""
+    """Passes values on unchanged, and sums their gradient over the group."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,10 +1,10 @@
-"""How a causal LM of transformers runs on packed documents, found out from the model itself.
+"""Finds out from a causal LM of transformers how it can run on packed documents.
 
-Most families hand their attention to a registered function, and so run packed. Layers that carry a state from
-token to token (gated delta nets, Mamba, short convolutions) are handed documents as the rows of a batch, so
-that no state passes from one document to the next. Families with attention code of their own run on one
-padded batch of documents, which is slower and right. What a family does to its logits is found by asking its
-own code, with decoder and output matrix taken out.
+Most families compute attention by a registered function, and so run packed. Layers that carry a state from
+token to token (gated delta nets, Mamba, short convolutions) receive documents as the rows of a batch, so that
+no state passes from one document to the next. Families with attention code of their own run on one padded
+batch of documents, which is slower but correct. Post-processing of logits is found by running the family's
+own code with decoder and output matrix replaced.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from slime.backends.attention.packed_documents import (
 from slime.backends.base import MicroBatch
 from slime.backends.fsdp import vision
 from slime.backends.fsdp.layer_execution import HFModel
+from slime.batch.flops import EXPERT_COUNTS
 from slime.catalog.vision import why_no_images
 
 # Modules [B, T, H] -> [B, T, H] whose result for a token depends on earlier tokens and needs no mask.
@@ -87,7 +88,7 @@ def _source(kind: type) -> str:
 
 
 def _can_run_packed(lm: HFModel) -> bool:
-    """Whether all layers mix tokens by a registered attention function or by a state that is known."""
+    """Return whether all layers mix tokens by a registered attention function or by a state that is known."""
     kinds = set(vars(lm.config.get_text_config()).get("layer_types") or ())
     if "ALL_ATTENTION_FUNCTIONS" not in _source(type(decoder(lm))) or kinds - _PACKED_LAYERS:
         return False
@@ -117,13 +118,12 @@ def stateful_modules(lm: HFModel) -> list[Any]:
 
 
 def needs_whole_documents(lm: HFModel) -> bool:
-    """Whether a rank must have all tokens of a document: a state, images, or attention that is not ours."""
+    """Return whether a rank must have all tokens of a document: for a state, images or foreign attention."""
     return not runs_packed(lm) or bool(stateful_modules(lm)) or vision.family_of(lm.config) is not None
 
 
 def has_experts(config: Any) -> bool:
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(vars(config).get(name) for name in names)
+    return any(vars(config).get(name) for name in EXPERT_COUNTS)
 
 
 def _each_document_alone(forward: Any) -> Any:
@@ -151,7 +151,7 @@ def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
 
 
 def can_share_prefixes(lm: HFModel) -> bool:
-    """Whether tokens see earlier ones by attention alone, for which a stream can be rearranged."""
+    """Return whether tokens see earlier ones by attention alone, so that a stream can be rearranged."""
     return runs_packed(lm) and not needs_whole_documents(lm) and vision.family_of(lm.config) is None
 
 
@@ -183,14 +183,14 @@ def _run_padded(lm: HFModel, mb: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputLayer:
-    """Logits are softcap x tanh(factor x hidden @ weight.T / softcap), or without a cap the product alone."""
+    """Logits: softcap x tanh(factor x hidden @ weight.T / softcap), or the product if there is no cap."""
 
     factor: float = 1.0
     softcap: float | None = None
 
 
 def output_layer(lm: HFModel) -> OutputLayer:
-    """What the family's own code makes of hidden states, found by a few numbers sent through it."""
+    """Return how the family turns hidden states into logits, found by sending a few numbers through it."""
     head = lm.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise NotTrainable(
@@ -219,7 +219,7 @@ def output_layer(lm: HFModel) -> OutputLayer:
 
 
 class _DecoderOutput(tuple):
-    """Hidden states as a decoder returns them, and nothing else, under whatever name a family asks for."""
+    """A decoder's output that contains only hidden states, under whatever name a family reads."""
 
     def __new__(cls, hidden: Tensor) -> "_DecoderOutput":
         return super().__new__(cls, (hidden,))

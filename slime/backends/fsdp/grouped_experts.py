@@ -1,4 +1,4 @@
-"""Runs the experts of a transformers model by our operator, where the operator covers the family."""
+"""Replaces the experts of a transformers model with slime's operator, if it supports the family."""
 
 import types
 from typing import Any
@@ -31,7 +31,7 @@ def use_operator(lm: HFModel) -> None:
 
 
 def covers(lm: HFModel) -> bool:
-    """Whether the operator computes every mixture of experts of the model; true of dense models."""
+    """Return whether the operator can compute all mixtures of experts of the model; true of dense models."""
     found = [computes_same(module) for module in lm.modules() if is_experts(module)]
     return all(found) and bool(found) == has_experts(lm.config.get_text_config())
 
@@ -49,7 +49,7 @@ def keep_out_of_compiling(layers: list[nn.Module]) -> None:
 
 
 def computes_same(module: nn.Module) -> bool:
-    """Whether a module's own code is silu(gate) * up between two plain products per expert."""
+    """Return whether a module's own code is silu(gate) * up between two plain products per expert."""
     said = vars(module)
     if not is_experts(module) or "has_gate" not in said:
         return False

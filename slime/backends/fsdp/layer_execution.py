@@ -1,4 +1,4 @@
-"""How decoder layers run: what the backward pass recomputes instead of keeping, and what is compiled."""
+"""Sets up activation checkpointing and compilation of decoder layers."""
 
 import functools
 import types
@@ -78,8 +78,8 @@ def _compile_for_any_length(width: int) -> None:
         return
     from torch._inductor import config  # seconds to import, and of kernels on a GPU
 
-    # Sums over rows and over columns in one kernel, from some length on: below it the layer is compiled anew.
-    # A step of wide layers, most of which are products, is as fast without.
+    # Sums over rows and over columns in one kernel, from some length on: below it the layer is compiled
+    # again. A step of wide layers, most of which are products, is as fast without.
     if hasattr(config.triton, "mix_order_reduction"):
         config.triton.mix_order_reduction = width < _WIDE
 

@@ -1,9 +1,9 @@
 """Loads HF weights into a sharded model without a full copy on each rank.
 
 A model is built without storage for its parameters, sharded, and given storage for its shards. Then every
-rank reads from the safetensors files only the rows and columns that it holds; FP8 weights become the fp32
-ones that they stand for. Families whose tensors transformers fuses in memory are converted on the first rank
-and broadcast tensor by tensor.
+rank reads from the safetensors files only the rows and columns that it holds; FP8 weights are converted to
+fp32. If transformers fuses a family's tensors in memory, they are converted on the first rank and broadcast
+tensor by tensor.
 """
 
 import copy
@@ -31,7 +31,6 @@ from slime.utils.files.torch_dist_folder import is_torch_dist
 from slime.utils.models.hub_names import folder_of, is_converted, saved_tensors
 from slime.utils.models.model_config import block_size_of
 
-_LARGE_VOCABULARY = 8192  # larger than most micro-batches on a CPU
 Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor
 
 
@@ -144,7 +143,7 @@ def write_part(target: Tensor, read: Reader) -> None:
 
 
 def region_of(tensor: Tensor) -> tuple[slice, ...]:
-    """Which rows, columns, ... of the whole tensor this rank holds."""
+    """Return the slices of the whole tensor that this rank holds."""
     ranges = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
         # The last mesh dimension (tensor parallel) cuts first: FSDP shards what it left.
@@ -167,8 +166,15 @@ def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path | TorchD
     dist.broadcast_object_list(missing, src=0)
     if missing[0]:
         raise ValueError(f"{path} has no weights for {listed(missing[0])}: it is another model's folder.")
-    for name, value in _sent(wanted, source):
-        write_part(wanted[name], value.__getitem__)
+    device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda")
+    for name, tensor in wanted.items():
+        if source:
+            full = source[hub_name(name)].to(device).contiguous()
+        else:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if dist.get_world_size() > 1:
+            dist.broadcast(full, src=0)
+        write_part(tensor, full.__getitem__)
 
 
 def _converted(lm: HFModel, path: str | Path | TorchDistFolder) -> dict[str, Tensor]:
@@ -181,53 +187,10 @@ def _converted(lm: HFModel, path: str | Path | TorchDistFolder) -> dict[str, Ten
     if isinstance(path, TorchDistFolder):
         held = dict(path.tensors(tied=bool(lm.config.tie_word_embeddings)))
         plain = automatic._model_mapping[type(lm.config)]  # the class of `lm` may be FSDP's
-        model, told = plain.from_pretrained(None, config=copy.deepcopy(lm.config), state_dict=held, **how)
+        model, report = plain.from_pretrained(None, config=copy.deepcopy(lm.config), state_dict=held, **how)
     else:
         if block_size_of(path):
             how["quantization_config"] = FineGrainedFP8Config(dequantize=True)
-        model, told = automatic.from_pretrained(path, **how)
+        model, report = automatic.from_pretrained(path, **how)
     # What a folder lacks transformers fills with random numbers, and says so only in a log.
-    return {name: value for name, value in model.state_dict().items() if name not in told["missing_keys"]}
-
-
-def _sent(wanted: dict[str, Tensor], source: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in wanted.items():
-        device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda")
-        full = (
-            source[hub_name(name)].to(device)
-            if source
-            else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        )
-        if dist.get_world_size() > 1:
-            full = full.contiguous()
-            dist.broadcast(full, src=0)
-        yield name, full
-
-
-def add_rows_to_output_gradient(lm: HFModel) -> None:
-    """For tied embeddings, add the few token rows to the gradient of the logits in place.
-
-    Otherwise torch creates and adds a second gradient of the whole vocabulary, which is nearly all zeros.
-    """
-    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-    tied = type(embedding) is nn.Embedding and embedding.weight is head.weight
-    if tied and len(head.weight) >= _LARGE_VOCABULARY:
-        embedding.forward = functools.partial(_embed, embedding)
-
-
-def _embed(embedding: nn.Embedding, ids: Tensor) -> Tensor:
-    weight = embedding.weight
-    rows = nn.functional.embedding(ids, weight.detach())
-    if torch.is_grad_enabled() and weight.requires_grad:
-        # Its gradient comes last of all, when that of the logits is there.
-        rows.requires_grad_().register_hook(functools.partial(_add_rows, embedding, ids))
-    return rows
-
-
-def _add_rows(embedding: nn.Embedding, ids: Tensor, grad: Tensor) -> None:
-    weight, padding = embedding.weight, embedding.padding_idx
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    if padding is not None:
-        grad = grad.masked_fill((ids == padding)[..., None], 0.0)
-    weight.grad.index_add_(0, ids.flatten(), grad.flatten(0, -2))
+    return {name: value for name, value in model.state_dict().items() if name not in report["missing_keys"]}

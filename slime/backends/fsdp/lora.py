@@ -35,7 +35,7 @@ def add_adapters(args: Args, lm: HFModel) -> None:
         # An optional package: only runs with adapters need it.
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise ValueError("--lora-rank needs the package peft: install slime[lora].") from None
+        raise ValueError("--lora-rank needs the package peft: install slime-rl[lora].") from None
     heads = [parameter for parameter in lm.parameters() if not parameter.is_meta]
     targets = args.lora_target_modules
     config = LoraConfig(

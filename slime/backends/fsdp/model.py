@@ -1,4 +1,4 @@
-"""An HF causal LM as the trainer sees it: packed tokens in, log-probs of the response tokens out; FSDP2."""
+"""Wraps an HF causal LM for training under FSDP2: packed tokens in, log-probs of response tokens out."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -81,9 +81,8 @@ class PackedCausalLM(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Log-probs [R], entropy [R] or None, logits [1, T, V] or None, the result of `at_head` or None.
 
-        With a `share` another stream stands for the micro-batch's own: one in which samples share prompts,
-        this rank's part, or both; and then the ranks' results are put together again.
-        A tuple, so that FSDP finds the tensors.
+        A `share` replaces the micro-batch's own stream: samples share prefixes in it, or it is this rank's
+        part, and the ranks' results are joined. The result is a tuple, so that FSDP finds the tensors.
         """
         hidden = run_decoder(self.lm, mb, share)
         hidden, weight = self._scaled(hidden)

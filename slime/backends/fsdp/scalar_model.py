@@ -17,10 +17,10 @@ from slime.utils.files.torch_dist_folder import is_torch_dist
 
 
 class PackedScalarLM(nn.Module):
-    """One number per response token: read before the token (what a critic may know) or after it (a judge).
+    """Predicts one number per response token, before the token (a critic) or after it (a reward model).
 
-    The causal LM keeps its place, so that sharding, checkpoints and names are those of the policy; only its
-    output matrix becomes a row.
+    The causal LM is kept, so that sharding, checkpoints and names are the same as for the policy; only the
+    output matrix becomes a single row.
     """
 
     lm: HFModel

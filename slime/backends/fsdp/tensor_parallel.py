@@ -1,8 +1,8 @@
-"""Tensor parallelism by the plan of each transformers family: matrices cut by columns or rows over ranks.
+"""Tensor parallelism by the plan of each transformers family: splits matrices by columns or rows.
 
-Embedding, norms and output matrix stay whole on every rank. Their gradients are the same on all ranks of the
-group, because what flows back into them was summed there. So do routers; experts are shared out whole. Not
-covered, and refused by name: experts that are kept in another way, and styles of other families.
+Embedding, norms, routers and output matrix stay whole on every rank; their gradients are the same on all
+ranks of the group, because incoming gradients are summed. Experts are distributed whole. Other layouts of
+experts and other styles of plans are refused with an error.
 """
 
 import re
@@ -66,7 +66,7 @@ def apply(lm: HFModel, mesh: DeviceMesh) -> None:
 
 
 def plan_of(lm: HFModel, size: int) -> tuple[dict[str, str], list[Any]]:
-    """What is cut by which style, and the modules whose experts are shared out; else a ValueError."""
+    """Return the style of each split module, and the modules with distributed experts; else a ValueError."""
     config = lm.config.get_text_config()
     # What stands outside of the layers (embedding, output matrix) stays whole.
     plan = {
@@ -101,9 +101,10 @@ def plan_of(lm: HFModel, size: int) -> tuple[dict[str, str], list[Any]]:
 
 
 def _style_of(name: str, styles: dict[str, Any]) -> Any | None:
-    """How a matrix is cut: as the plan says; under an adapter as its layer would be, and so the adapter's
-    matrix that has the cut side of the layer. None: it stays whole. What flows back into an adapter's whole
-    matrix was summed.
+    """Return the style in which a matrix is split; None: it stays whole.
+
+    The layer under an adapter is split as the plan says, and so is the adapter's matrix that has the split
+    side of the layer. Gradients of the adapter's whole matrix arrive summed.
     """
     for suffix, cut_by in _UNDER_ADAPTERS.items():
         if name.endswith(suffix):
@@ -113,7 +114,7 @@ def _style_of(name: str, styles: dict[str, Any]) -> Any | None:
 
 
 def is_cut(parameter: Any) -> bool:
-    """Whether the ranks of a tensor-parallel group hold different parts of the parameter."""
+    """Return whether the ranks of a tensor-parallel group hold different parts of the parameter."""
     mesh = getattr(parameter, "device_mesh", None)
     names = mesh.mesh_dim_names if mesh is not None else ()
     return "tensor" in names and not parameter.placements[names.index("tensor")].is_replicate()

@@ -56,7 +56,7 @@ def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
 
 
 def tower_prefixes(config: Any) -> tuple[str, ...]:
-    """How names of parameters of the vision tower begin in memory; of a model without one none do."""
+    """Return the prefixes of the vision tower's parameter names; empty for a model without a tower."""
     family = family_of(config)
     return () if family is None else tuple(f"model.{part}." for part in family.tower)
 

@@ -1,4 +1,4 @@
-"""A 16-bit copy of fp32 weights for the passes of a trainer that is alone, where nothing is sharded."""
+"""A 16-bit copy of fp32 weights for the passes of a single trainer rank, where nothing is sharded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from slime.backends.shared.gradient_sums import add_gradient_
 
 
 class WorkingCopy:
-    """Puts `dtype` parameters in the model's places while passes run; gradients add up in the fp32 ones."""
+    """Replaces the model's parameters by `dtype` copies during passes; gradients add up in fp32."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -5,17 +5,17 @@ from typing import Any
 import torch
 
 from slime.arguments import Args
-from slime.backends.base import TrainBackend
+from slime.backends.shared.trainer_base import TrainBackend
 
 
 def create_backend(args: Args, *, device: str | torch.device, **options: Any) -> TrainBackend:
-    """Build this rank's trainer; `options` are those of `TrainerBase.create`."""
+    """Build this rank's trainer; `options` are those of `TrainBackend.create`."""
     device = torch.device(device)
     try:
         import megatron.core  # noqa: F401 - an optional package
     except ImportError as error:
         raise ValueError(
-            f"--train-backend megatron needs megatron-core ({error}): pip install 'slime[megatron]'."
+            f"--train-backend megatron needs megatron-core ({error}): pip install 'slime-rl[megatron]'."
         ) from error
     if device.type == "cpu":
         from slime.backends.megatron.fixes import cpu_shims  # patches torch: only where there is no CUDA

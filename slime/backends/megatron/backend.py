@@ -29,7 +29,6 @@ from slime.backends.megatron.config import (
     ddp_config,
     optimizer_config,
     read_hf_config,
-    refuse_unknown_fields,
     rotary_embedding,
     same_architecture,
     transformer_config,
@@ -40,10 +39,10 @@ from slime.backends.megatron.modules.builder import build_chunks, wrap_for_train
 from slime.backends.megatron.modules.compiled import compile_layers, should_compile
 from slime.backends.megatron.modules.model import ModelCall
 from slime.backends.megatron.modules.routing import (
+    PackedRouter,
     RecordedByBatch,
     RoutingPlan,
     balance_coefficient,
-    routers_of,
     take_metrics,
 )
 from slime.backends.megatron.modules.te_attention import choose_attention
@@ -57,12 +56,12 @@ from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.microbatch import by_sample
 from slime.backends.shared.placed_adam import MomentPlan
 from slime.backends.shared.trainable import freeze
-from slime.backends.shared.trainer_base import TrainerBase
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
 
 
-class MegatronBackend(TrainerBase):
+class MegatronBackend(TrainBackend):
     """One rank's part of the model and its optimizer. Every public method is called by all ranks together."""
 
     state_folder = "dist"
@@ -80,7 +79,6 @@ class MegatronBackend(TrainerBase):
         super().__init__(args, rank=rank, device=device, role=role)
         self.teacher: TeacherModel | None = None  # of another shape; one of the same is a tagged copy
         self.hf_config = read_hf_config(self.hf_checkpoint)
-        refuse_unknown_fields(args.megatron_config)
         check_layout(args, self.hf_config, world_size=world_size, device=device)
         check_mtp(args, self.hf_config)
         if role == "actor":
@@ -132,12 +130,12 @@ class MegatronBackend(TrainerBase):
         # With --overlap-param-gather the next forward pass gathers what an optimizer step has updated.
         self._gathers_late = args.overlap_param_gather
         self.copies = WeightCopies(self._settled_parameters)
-        self.routers = routers_of(self.model)
+        modules = [module for chunk in self.model for module in chunk.modules()]
+        self.routers = [module for module in modules if isinstance(module, PackedRouter)]
         self._recorded: RecordedByBatch = {}  # experts chosen in the last pass of the old policy
         self.saves = AsyncCallsQueue()  # with --async-save: what is being written
         self._host = HostMemory()
         self._away: dict[int, int] = {}  # flat buffers that left the device, and their sizes
-        self._reserve_host_memory()
 
     def _settled_parameters(self) -> list[Tensor]:
         self._settle()
@@ -266,7 +264,7 @@ class MegatronBackend(TrainerBase):
         return {name: value / denominators.value for name, value in zip(names, values, strict=True)}
 
     def _expert_metrics(self) -> dict[str, float]:
-        """How evenly the experts were used, and the losses of the routers where they are on."""
+        """Return metrics of the balance of experts, and the router losses that are enabled."""
         if self.config.num_moe_experts is None:
             return {}
         counts, losses = take_metrics(self.routers, self.config.num_moe_experts)
@@ -370,14 +368,6 @@ class MegatronBackend(TrainerBase):
         with plain_errors():
             self.saves.maybe_finalize_async_calls(blocking=wait)
         return bool(self.saves.get_num_unfinalized_calls() == 0)
-
-    def _reserve_host_memory(self) -> None:
-        """Reserve host memory for weights, fp32 copies and moments, if the trainer leaves its device."""
-        if self.device.type != "cuda" or not self.args.offload_train:
-            return
-        buffers = [b for chunk in self.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        flat = [piece for b in buffers if b.param_data is not None for piece in b.param_data.split(1 << 28)]
-        self._host.reserve([*(p.nbytes for p in flat), *optimizer_module.bytes_that_move(self.optimizer)])
 
     def _move_parameters(self, device: torch.device) -> None:
         self._settle()

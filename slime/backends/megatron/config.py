@@ -1,6 +1,6 @@
-"""Megatron's configuration objects, from the HF config and the flags. No architecture flag is ever needed.
+"""Builds Megatron's configuration from the HF config and the flags; no architecture flag is needed.
 
-`--hf-checkpoint` says what the model is; a Megatron flag that says otherwise is an error which names both.
+`--hf-checkpoint` defines the architecture; a Megatron flag that contradicts it is an error that names both.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from slime.arguments import Args
-from slime.arguments.passthrough.megatron_flags import MODEL_FACTS
 from slime.backends.families import family_of, num_mtp_heads, register_configs
 from slime.backends.megatron.megatron_groups import PARALLEL_SIZES
 from slime.backends.megatron.modules.mla import MLAConfig
@@ -61,19 +60,13 @@ def read_hf_config(path: str) -> Any:
     register_configs()
     config = AutoConfig.from_pretrained(path)
     family_of(config)  # before the general check: it can say more about a type that is not built
-    _refuse_unsupported(config)
-    return config
-
-
-def _refuse_unsupported(config: Any) -> None:
-    """Raise for a checkpoint of a known family that sets what its Megatron model would not compute."""
-    values = config.get_text_config().to_dict()
-    kinds = sorted(set(values.get("layer_types") or ()) - {"full_attention"})
+    kinds = sorted(set(config.get_text_config().to_dict().get("layer_types") or ()) - {"full_attention"})
     if kinds:
         raise ValueError(
             f"{config.model_type} has {', '.join(kinds)} layers: --train-backend megatron computes full "
             "attention only; use --train-backend fsdp."
         )
+    return config
 
 
 def rotary_embedding(hf_config: Any) -> nn.Module:
@@ -156,7 +149,7 @@ def transformer_config(
 
 
 def architecture(hf_config: Any) -> dict[str, Any]:
-    """What flags may repeat and not change: facts of the config, and features that no family has."""
+    """Return flags that may only repeat the config: its architecture, and features that no family has."""
     unused = {
         field.name: field.default for field in dataclasses.fields(TransformerConfig) if field.name in _UNUSED
     }
@@ -259,17 +252,6 @@ def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def refuse_unknown_fields(values: dict[str, Any]) -> None:
-    known = (MLAConfig, OptimizerConfig, DistributedDataParallelConfig)
-    names = {field.name for kind in known for field in dataclasses.fields(kind)}
-    names |= {fact.name for fact in MODEL_FACTS.values()}
-    unknown = sorted(set(values) - names)
-    if unknown:
-        raise ValueError(
-            f"--megatron-config names {', '.join(unknown)}, which this megatron-core does not have."
-        )
-
-
 def _check_overlap(config: TransformerConfig) -> None:
     if config.virtual_pipeline_model_parallel_size is None or config.overlap_p2p_comm:
         return
@@ -362,7 +344,7 @@ def _refuse_experts(args: Args, hf_config: Any) -> None:
 
 
 def same_architecture(one: Any, other: Any) -> bool:
-    """Whether the weights of one HF config fit a model built from another."""
+    """Return whether the weights of one HF config fit a model built from another."""
     settings = family_of(other).settings(other)
     return (
         one.model_type == other.model_type

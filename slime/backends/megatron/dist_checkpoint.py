@@ -5,18 +5,13 @@ architecture, schedule position) and `rng_<rank>.pt`. The caller makes the folde
 """
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slime.arguments import Args
 from slime.backends.megatron.fixes import checkpoint_fixes, optimizer_fixes
 from slime.backends.megatron.optimizer import reload_copies
 from slime.backends.shared.checkpoint_errors import plain_errors, unreadable_named
@@ -37,19 +32,10 @@ _ARCHITECTURE = (
 )
 
 
-class TrainerState(Protocol):
-    """What a checkpoint reads of the trainer, and sets when it is loaded."""
-
-    args: Args
-    hf_config: Any
-    config: TransformerConfig
-    model: list[DistributedDataParallel]
-    optimizer: MegatronOptimizer
-    optimizer_config: OptimizerConfig
-    saves: AsyncCallsQueue  # with --async-save: what is being written
+Trainer = Any  # a `MegatronBackend`, whose module imports this one
 
 
-def fingerprint(backend: TrainerState) -> dict[str, Any]:
+def fingerprint(backend: Trainer) -> dict[str, Any]:
     """The sizes that must agree before weights of one model fit another."""
     sizes = {name: getattr(backend.config, name) for name in _ARCHITECTURE}
     # None: the checkpoint holds the model itself.
@@ -59,13 +45,13 @@ def fingerprint(backend: TrainerState) -> dict[str, Any]:
 
 
 def _differences(theirs: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """Where two fingerprints differ, in words."""
+    """Describe where two fingerprints differ."""
     differing = [name for name in own if theirs.get(name) != own[name]]
     return [f"{name} is {theirs.get(name)} there and {own[name]} here" for name in differing]
 
 
-def manifest(backend: TrainerState) -> dict[str, Any]:
-    """What a checkpoint's manifest says of the model and of its optimizer."""
+def manifest(backend: Trainer) -> dict[str, Any]:
+    """Return the manifest of a checkpoint: facts of the model and of its optimizer."""
     return {
         "backend": BACKEND,
         "model": fingerprint(backend),
@@ -74,7 +60,7 @@ def manifest(backend: TrainerState) -> dict[str, Any]:
     }
 
 
-def save(backend: TrainerState, path: Path, *, with_optimizer: bool) -> None:
+def save(backend: Trainer, path: Path, *, with_optimizer: bool) -> None:
     # Megatron refuses a folder that holds anything.
     path.mkdir(parents=True, exist_ok=True)
     state = _model_state(backend, METADATA)
@@ -91,7 +77,7 @@ def save(backend: TrainerState, path: Path, *, with_optimizer: bool) -> None:
             backend.saves.schedule_async_request(request)
 
 
-def load(backend: TrainerState, path: Path, written: dict[str, Any], *, with_optimizer: bool) -> None:
+def load(backend: Trainer, path: Path, written: dict[str, Any], *, with_optimizer: bool) -> None:
     """Read a checkpoint with the manifest `written` into the live model and its optimizer."""
     with_optimizer = with_optimizer and backend.args.optimizer == "adam"
     sharded = written["distributed_optimizer"]
@@ -105,7 +91,7 @@ def load(backend: TrainerState, path: Path, written: dict[str, Any], *, with_opt
         reload_copies(backend.optimizer)
 
 
-def read(backend: TrainerState, path: Path, adam_step: int | None = None) -> None:
+def read(backend: Trainer, path: Path, adam_step: int | None = None) -> None:
     """Read weights into the live model and, given Adam's step, its moments."""
     with_optimizer = adam_step is not None
     # As it was written: older checkpoints hold tensors that are stacked over layers.
@@ -151,11 +137,11 @@ def _check_moments(state: dict[str, Any], path: Path) -> None:
         )
 
 
-def _key(backend: TrainerState, index: int) -> str:
+def _key(backend: Trainer, index: int) -> str:
     return f"model{index}" if len(backend.model) > 1 else "model"
 
 
-def _model_state(backend: TrainerState, metadata: dict[str, Any]) -> dict[str, Any]:
+def _model_state(backend: Trainer, metadata: dict[str, Any]) -> dict[str, Any]:
     state = {}
     for index, chunk in enumerate(backend.model):
         found = chunk.module.sharded_state_dict(metadata=dict(metadata))
@@ -167,7 +153,7 @@ def _model_state(backend: TrainerState, metadata: dict[str, Any]) -> dict[str, A
     return state
 
 
-def check_model(backend: TrainerState, path: Path) -> dict[str, Any]:
+def check_model(backend: Trainer, path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, which must be of this backend and fit this model."""
     written = read_manifest(path)
     if written.get("backend") != BACKEND:

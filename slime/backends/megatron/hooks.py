@@ -18,7 +18,7 @@ from slime.utils.plugin_errors import plugin_call
 
 @dataclass(frozen=True, slots=True)
 class LearningRateSchedule:
-    """Stands for Megatron's learning rate scheduler in a user's hook: the rate of the step that begins."""
+    """Replaces Megatron's learning rate scheduler in a user's hook; returns the rate of the current step."""
 
     args: Args
     num_steps: int  # optimizer steps taken

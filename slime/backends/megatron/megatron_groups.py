@@ -49,6 +49,6 @@ def from_last_stage(value: Any) -> Any:
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[-1], group=group)
-    return box[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=dist.get_process_group_ranks(group)[-1], group=group)
+    return values[0]

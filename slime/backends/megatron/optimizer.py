@@ -52,7 +52,7 @@ def _fuse(optimizer: MegatronOptimizer) -> None:
 class FusedStep:
     """`step` of torch's fused AdamW for parameters of one kind on one device.
 
-    torch sorts thousands of tensors by kind in each step, and the device has nothing to do meanwhile.
+    torch groups thousands of tensors by kind in each step, while the device is idle; here this is done once.
     """
 
     def __init__(self, adam: torch.optim.AdamW) -> None:
@@ -198,14 +198,6 @@ def move_state(optimizer: MegatronOptimizer, device: torch.device, host: HostMem
             member.optimizer.move(device, host)
         else:
             host.move_state(member.optimizer, device)
-
-
-def bytes_that_move(optimizer: MegatronOptimizer) -> Iterator[int]:
-    """Return the sizes in bytes of the tensors that `move_state` will move once moments exist."""
-    for member in members(optimizer):
-        is_placed = isinstance(member.optimizer, PlacedAdamW)
-        for parameter in _own_copies(member):
-            yield from [parameter.nbytes] * (1 if is_placed else 3)
 
 
 def _own_copies(member: MegatronOptimizer) -> Iterator[Tensor]:

@@ -43,7 +43,7 @@ class Passes:
     def forward(
         self, mbs: list[MicroBatch], call: ModelCall, routing: RoutingPlan = _OWN_CHOICE
     ) -> list[dict[str, Tensor]] | None:
-        """What the last stage computed for each micro-batch, on CPU; None on all other pipeline stages."""
+        """Return the last stage's results per micro-batch, on CPU; None on all other pipeline stages."""
         results: list[dict[str, Tensor]] = []
 
         def keep(out: TokenOutputs, mb: MicroBatch) -> Tensor:
@@ -72,7 +72,9 @@ class Passes:
             for mb in mbs:
                 if mb.positions:
                     check_engine_choices(mb, self._config)
-        padded = mbs + [_weight_zero(mbs[0])] * self._missing(len(mbs))
+        # Interleaved stages take whole groups of micro-batches.
+        missing = -len(mbs) % self._layout.pp_size if len(self._chunks) > 1 else 0
+        padded = mbs + [empty_micro_batch(mbs[0].tokens)] * missing
 
         # All inputs cross before the schedule runs: inside it the host need not wait for the device.
         moved = [mb.to(self._device) for mb in padded]
@@ -100,10 +102,6 @@ class Passes:
             forward_only=forward_only,
         )
 
-    def _missing(self, count: int) -> int:
-        """How many micro-batches of weight zero to add: interleaved stages take whole groups of them."""
-        return -count % self._layout.pp_size if len(self._chunks) > 1 else 0
-
     def _stream(self, mb: MicroBatch, routing: RoutingPlan) -> PackedStream:
         stream = build_stream(
             mb,
@@ -119,7 +117,3 @@ class Passes:
             tp = (self._layout.tp_size, self._layout.tp_rank) if split else (1, 0)
             stream.routes = build_routes(mb, stream, self._config, routing, tp)
         return stream
-
-
-def _weight_zero(like: MicroBatch) -> MicroBatch:
-    return empty_micro_batch(like.tokens)

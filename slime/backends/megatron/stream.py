@@ -1,4 +1,4 @@
-"""A micro-batch as Megatron sees it: this rank's tokens, document boundaries and rotary angles.
+"""Prepares a micro-batch for Megatron: this rank's tokens, document boundaries and rotary angles.
 
 Documents are padded at their end where context parallelism cuts them into equal chunks, or where sequence
 parallelism needs a divisible count. No real token sees the padding (the mask is causal); no loss reads it.
@@ -22,7 +22,7 @@ Recorded = dict[int, Tensor]  # layer -> chosen experts [T, topk] of this rank's
 
 @dataclass(slots=True)
 class Routes:
-    """What the routers of one micro-batch need to know of this rank's T tokens, in their order."""
+    """Data about this rank's T tokens, in order, that the routers of one micro-batch need."""
 
     padding: Tensor  # [T] bool
     groups: Tensor  # [T] which set of tokens each is balanced with
@@ -44,7 +44,7 @@ class Routes:
 
 @dataclass(kw_only=True)
 class PackedStream(PackedSeqParams):
-    """Travels through Megatron's layers to our attention, which reads the fields below."""
+    """Metadata of a packed stream, passed through Megatron's layers to slime's attention."""
 
     documents: PackedDocuments  # padded, of the whole stream over all context-parallel ranks
     tree: PrefixTree | None = (

@@ -1,4 +1,4 @@
-"""A teacher of another size than the policy, cut over the ranks in the same way; it never trains."""
+"""A frozen teacher of another size than the policy, sharded over the ranks in the same way."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,9 +64,9 @@ class TeacherModel:
 
 def critic_args(args: Args) -> Args:
     """Settings of a critic of another model than the policy: what flags say of that one is not about it."""
-    told = args.critic_overrides.get("megatron_config", {})
+    given = args.critic_overrides.get("megatron_config", {})
     args = _for_model(args, read_hf_config(args.hf_checkpoint))
-    return args.replace(megatron_config={**args.megatron_config, **told})
+    return args.replace(megatron_config={**args.megatron_config, **given})
 
 
 def _for_model(args: Args, hf_config: Any) -> Args:

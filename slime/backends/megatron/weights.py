@@ -44,7 +44,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPiece:
-    """An exported parameter as every pipeline rank knows it; `hub`: names per expert-parallel rank."""
+    """Description of an exported parameter for all pipeline ranks; `hub`: names per expert-parallel rank."""
 
     kind: str
     is_expert: bool
@@ -62,7 +62,7 @@ class ParameterPiece:
 
 
 class SharedOut:
-    """Tensors that ranks hold parts of, gathered by buckets; all ranks call its methods together."""
+    """Gathers sharded tensors by buckets; all ranks call its methods together."""
 
     def __init__(self, entries: list[ParameterEntry], dims: Dims, device: torch.device) -> None:
         self.entries, self._dims, self._device = entries, dims, device
@@ -107,7 +107,7 @@ class SharedOut:
         return [entry for entry in self.entries if entry.shown]
 
     def pieces(self) -> list[list[ParameterPiece]]:
-        """What each pipeline stage exports; gathered once, by all ranks together."""
+        """Return the parameters that each pipeline stage exports; gathered once, by all ranks together."""
         if self._plan is None:
             ep = parallel_state.get_expert_model_parallel_group()
             mine = [entry.hub for entry in self._shown]
@@ -213,7 +213,7 @@ class HubWeights(SharedOut):
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What belongs to the weights without being trained; copies of the weights must include it."""
+        """Untrained tensors that belong to the weights; copies of the weights must include them."""
         return [entry.parameter for entry in self.entries if not isinstance(entry.parameter, nn.Parameter)]
 
     # -- in --------------------------------------------------------------------------------------------------
@@ -247,7 +247,8 @@ class HubWeights(SharedOut):
         dist.all_gather_object(own, {name for entry in self.entries for name in entry.hub})
         wanted: set[str] = set().union(*own)
         extra = {name for name in present - wanted if not name.endswith("rotary_emb.inv_freq")}
-        extra -= self._mtp_tensors(extra)
+        mtp = self._family.mtp_pattern(self._dims)
+        extra = {name for name in extra if mtp is None or not mtp.fullmatch(name)}
         if self._tied or self._scalar_seed is not None:
             extra.discard("lm_head.weight")
         if self._scalar_seed is not None:
@@ -265,11 +266,6 @@ class HubWeights(SharedOut):
                 f"{path} does not hold a {self._family.model_type} as its config says. {'; '.join(problems)}."
             )
 
-    def _mtp_tensors(self, names: set[str]) -> set[str]:
-        """Return the names that belong to MTP heads."""
-        pattern = self._family.mtp_pattern(self._dims)
-        return {name for name in names if pattern is not None and pattern.fullmatch(name)}
-
 
 def _sharing_group(pieces: list[ParameterPiece]) -> dist.ProcessGroup:
     """The ranks of a pipeline stage over which these parameters, all experts' or none, are spread."""
@@ -279,7 +275,7 @@ def _sharing_group(pieces: list[ParameterPiece]) -> dist.ProcessGroup:
 
 
 def _shards(rule: Rule) -> tuple[int, int]:
-    """How many tensor-parallel ranks share a parameter, and which of them this is."""
+    """Return the number of tensor-parallel ranks that share a parameter, and the index of this one."""
     if rule.is_expert:
         group = parallel_state.get_expert_tensor_parallel_group()
     else:

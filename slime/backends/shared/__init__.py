@@ -1,1 +1,1 @@
-"""What both trainers use: their base class, micro-batches, learning rates, HF folders, copies of weights."""
+"""Shared code of both trainers: their base class, learning rates, HF folders and copies of weights."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters as peft has them: names, first values, config and folder, alike in both trainers."""
+"""Low-rank adapters in peft's format: names, initial values, config and folder, for both trainers."""
 
 import hashlib
 import json

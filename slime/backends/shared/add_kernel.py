@@ -1,6 +1,6 @@
 """The Triton kernel that adds a 16-bit gradient to its fp32 sum; imported only on CUDA machines.
 
-torch's own reads and writes one number at a time where the types differ: half of what memory allows.
+torch's own kernel reads one number at a time if the types differ, and reaches half of the memory bandwidth.
 """
 
 import triton

@@ -39,7 +39,7 @@ _NAMES_OF_METADATA = frozenset(
 
 
 class CodeInCheckpoint(ValueError):
-    """A checkpoint whose files would run code where they are read."""
+    """A checkpoint whose files would run code when they are read."""
 
 
 @contextmanager

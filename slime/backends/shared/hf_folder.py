@@ -1,22 +1,39 @@
-"""Writes a folder that `from_pretrained` reads, from a stream of weight buckets; whole or not at all."""
+"""Writes a folder for `from_pretrained` from a stream of weight buckets, atomically."""
 
 import itertools
+import logging
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from slime.backends.base import Bucket
-from slime.backends.shared.mtp_heads import unbuilt_heads
-from slime.utils.files.safetensors_files import SINGLE, write_index, write_tensors
+from slime.utils.files.safetensors_files import (
+    SINGLE,
+    all_files,
+    read_tensors,
+    tensor_names,
+    write_index,
+    write_tensors,
+)
+from slime.utils.models.fp8_blocks import SCALE_SUFFIX, dequantize_blocks
+from slime.utils.models.hub_names import folder_of
+from slime.utils.models.model_config import block_size_of
+
+logger = logging.getLogger(__name__)
 
 # The tokenizer, and the code of a model that brings its own: its configuration names the modules.
 _BESIDE_WEIGHTS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.*", "*processor_config.json", "*.py"),
 )
+# Names of tensors that a trainer did not build: MTP heads (multi-token prediction), vision, audio.
+_UNBUILT = re.compile(r"(^|\.)(mtp|nextn|visual|vision|audio|embed_vision|embed_audio|multi_modal)\w*\.")
+_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 def dtype_of(source: str) -> torch.dtype:
@@ -111,3 +128,34 @@ def _replace(new: Path, path: Path) -> None:
     path.rename(old)
     new.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def is_mtp_head(name: str, num_layers: int) -> bool:
+    """Return whether a hub tensor belongs to an MTP head, by its name or as a layer after the last one."""
+    layer = _LAYER.search(name)
+    return bool(_UNBUILT.search(name)) or (layer is not None and int(layer[2]) >= num_layers)
+
+
+def unbuilt_heads(source: str, config: Any, written: Iterable[str], dtype: torch.dtype) -> Bucket:
+    """Tensors of such parts of `source` that are not among those `written`, as `dtype`.
+
+    Without them the config of a saved folder would name tensors that the folder does not contain.
+    """
+    num_layers, written = config.get_text_config().num_hidden_layers, set(written)
+    folder = folder_of(source)
+    files, block = all_files(folder), block_size_of(folder)
+    names = {name for file in files for name in tensor_names(file) if is_mtp_head(name, num_layers)}
+    tensors = dict(read_tensors(files, names - written))
+    found: Bucket = []
+    for name, tensor in tensors.items():
+        if block is not None and name.endswith(SCALE_SUFFIX):
+            continue
+        if block is not None and (scale := tensors.get(name + SCALE_SUFFIX)) is not None:
+            tensor = dequantize_blocks(tensor, scale, block, dtype)
+        # Hub checkpoints keep this bias in fp32: its last bits decide which experts are chosen.
+        keeps = not tensor.is_floating_point() or name.endswith("e_score_correction_bias")
+        found.append((name, tensor if keeps else tensor.to(dtype)))
+    if found:
+        parts = "parts that were not trained (MTP heads, vision, audio)"
+        logger.info("%d tensors of %s are copied from %s", len(found), parts, source)
+    return found

@@ -4,9 +4,7 @@ Fresh pageable memory would be faulted in page by page, which takes ten times as
 """
 
 import math
-import queue
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -20,29 +18,11 @@ _MOST_OF_FREE = 0.7
 
 
 class HostMemory:
-    """Keeps a buffer in host memory for every tensor that was moved there before, by its key."""
+    """Keeps a reusable host buffer for every offloaded tensor, by its key."""
 
     def __init__(self) -> None:
         self._places: dict[Any, Tensor] = {}
         self._block: Tensor | None = None  # what is left of the newest block
-        self._reserved: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
-        self._num_coming = 0  # blocks that were asked for and not taken yet
-
-    def reserve(self, sizes: Iterable[int]) -> None:
-        """Page-lock memory for tensors of these sizes on a thread, while the rank waits for engines.
-
-        The first move to the host is then as fast as later ones. Without room, that move retries and logs it.
-        """
-        num_blocks = math.ceil(sum(size for size in sizes if size <= BLOCK_BYTES) / BLOCK_BYTES)
-        self._num_coming += num_blocks
-        threading.Thread(target=self._lock, args=(num_blocks,), name="host-memory", daemon=True).start()
-
-    def _lock(self, num_blocks: int) -> None:
-        for _ in range(num_blocks):
-            try:
-                self._reserved.put(_locked(BLOCK_BYTES))
-            except RuntimeError:
-                self._reserved.put(None)
 
     def move_model(self, model: nn.Module, place: torch.device) -> None:
         """Like `model.to(place)`."""
@@ -98,16 +78,9 @@ class HostMemory:
         if size > BLOCK_BYTES:
             return _locked(size)[:nbytes]
         if self._block is None or self._block.numel() < size:
-            self._block = self._next_block()
+            self._block = _locked(BLOCK_BYTES)
         taken, self._block = self._block[:nbytes], self._block[size:]
         return taken
-
-    def _next_block(self) -> Tensor:
-        block = None
-        if self._num_coming:
-            self._num_coming -= 1
-            block = self._reserved.get()
-        return _locked(BLOCK_BYTES) if block is None else block
 
 
 def _pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
@@ -116,11 +89,11 @@ def _pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
 
 
 def lock_ahead(nbytes: int, block_bytes: int, between: Callable[[], object]) -> None:
-    """Page-lock so much memory before anybody needs it: torch gives these blocks to the next who asks.
+    """Page-lock memory before it is needed: torch gives these blocks to whoever asks next.
 
     Locking a gigabyte takes about half a second, in which no other thread of the process reaches the device;
-    `between`, called after each block, gives others a turn. Where it would be most of the machine's free
-    memory, it is left to those who need it, who say so.
+    `between`, called after each block, gives others a turn. If it were most of the machine's free memory,
+    nothing is locked: whoever needs it asks for it, and fails with an error of its own.
     """
     if nbytes > _MOST_OF_FREE * psutil.virtual_memory().available:
         return

@@ -71,12 +71,10 @@ def _nucleus(batch: RolloutBatch, positions: Sequence[int]) -> Nucleus:
 
 
 def _media(batch: RolloutBatch, positions: Sequence[int]) -> tuple[Mapping[str, Any] | None, ...]:
-    found = tuple(batch["multimodal_train_inputs"][p] for p in positions) if has_media(batch) else ()
+    if "multimodal_train_inputs" not in batch:
+        return ()
+    found = tuple(batch["multimodal_train_inputs"][p] for p in positions)
     return found if any(media is not None for media in found) else ()
-
-
-def has_media(batch: RolloutBatch) -> bool:
-    return "multimodal_train_inputs" in batch
 
 
 def _routed_experts(batch: RolloutBatch, positions: Sequence[int]) -> Tensor:

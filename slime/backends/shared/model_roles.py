@@ -4,26 +4,25 @@ import copy
 
 from slime.arguments import Args, Flags
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
-from slime.backends.shared import old_policy
+from slime.backends.shared.weight_copies import OLD_POLICIES
 from slime.catalog.estimators import ESTIMATORS
-from slime.catalog.policy_losses import POLICY_LOSSES
 from slime.utils.files.torch_dist_folder import is_torch_dist
 
 
 def needs_reference(args: Flags) -> bool:
-    """Whether some term of the run compares the policy with a reference."""
+    """Return whether some term of the run compares the policy with a reference."""
     if args.loss_type == "dpo_loss":
         return True
     return args.loss_type not in SUPERVISED_LOSSES and (args.use_kl_loss or args.kl_coef != 0)
 
 
 def has_advantages(args: Flags) -> bool:
-    """Whether rewards become advantages."""
+    """Return whether the run turns rewards into advantages."""
     return args.compute_advantages_and_returns and args.loss_type not in SUPERVISED_LOSSES
 
 
 def needs_old_log_probs(args: Flags, num_steps: int) -> bool:
-    """Whether a pass before training must record the old policy's log-probs.
+    """Return whether a pass before training must record the old policy's log-probs.
 
     It is not needed where the engine's log-probs replace them, nor for a single step on the policy's own
     samples, where the ratio is 1. A custom loss gets them in addition to its advantages.
@@ -36,9 +35,7 @@ def needs_old_log_probs(args: Flags, num_steps: int) -> bool:
         return True
     if args.use_rollout_logprobs:
         return False
-    if num_steps > 1 or args.kl_coef != 0 or args.keep_old_actor or args.use_opd or args.tis_batch_normalize:
-        return True
-    return POLICY_LOSSES[args.policy_loss_type].selects_by_covariance
+    return num_steps > 1 or args.kl_coef != 0 or args.keep_old_actor or args.use_opd
 
 
 def needs_critic(args: Flags) -> bool:
@@ -72,4 +69,4 @@ def critic_settings(args: Args) -> Args:
 def moving_copies(args: Args) -> tuple[str, ...]:
     """Tags of the copies that change during the run, which a checkpoint has to store."""
     reference = ("ref",) if args.ref_update_interval else ()
-    return (*reference, *(old_policy.TAGS if args.keep_old_actor else ()))
+    return (*reference, *(OLD_POLICIES if args.keep_old_actor else ()))

@@ -1,11 +1,11 @@
-"""Adam's moments in fewer bits: bf16 as it is; fp16 and fp8 with a power of two for each block of numbers.
+"""Stores Adam's moments in fewer bits: bf16; or fp16 and fp8 with a power of two per block of numbers.
 
 Rounding is stochastic. A moment moves by a small share of itself in a step (0.1% of the second one at beta2
-0.999), which is less than half the distance between two 16-bit numbers: rounded to the nearest it would stand
-still. Of the second moment the root is kept where there are blocks, which halves the range they must span.
+0.999), less than half the distance between two 16-bit numbers: rounded to the nearest it would never change.
+Formats with blocks keep the root of the second moment, which halves the range of exponents.
 
-What `unpack` gives is exact in float32, and `pack` of it gives the same again: a checkpoint holds moments in
-float32, and a run that resumes has the very same ones.
+The result of `unpack` is exact in float32, and packing it again gives the same bits: a checkpoint holds
+moments in float32, and a resumed run has identical moments.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _SMALLEST_EXPONENT = -120  # of a scale: both it and its inverse are normal floa
 
 @dataclass(frozen=True, slots=True)
 class MomentFormat:
-    """How one moment is kept."""
+    """Storage format of one of Adam's moments."""
 
     dtype: torch.dtype
     mantissa: int  # bits
@@ -53,7 +53,7 @@ def pack(values: Tensor, kept: MomentFormat, *, second: bool, generator: torch.G
     exponents = exponents.clamp(min=_SMALLEST_EXPONENT)
     scaled = _round(blocks * _power(-exponents), kept, generator)
     if second:
-        # A second moment of zero beside a first one that is not would make an enormous update.
+        # A second moment of zero with a nonzero first one would make an enormous update.
         scaled = torch.where(blocks > 0, scaled.clamp(min=kept.smallest), scaled)
     return [scaled.view(-1)[: len(values)].to(kept.dtype), exponents.to(torch.int8)]
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import torch
 
 from slime.arguments import Args
-from slime.backends.base import TrainBackend
 from slime.backends.shared.checkpoint_errors import unreadable_named
+from slime.backends.shared.trainer_base import TrainBackend
+from slime.backends.shared.weight_copies import BEFORE, NEWEST
 from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
 
-TAGS = NEWEST, BEFORE = "rollout", "old"  # of the copies
 FILE = "kept_versions.json"  # in a checkpoint; the name is part of the format
 
 
 class OldPolicy:
-    """One per rank. An asynchronous run trains on samples of an older push; samples say which."""
+    """Keeps old weights on one rank, because asynchronous runs train on samples of an older push."""
 
     def __init__(self, backend: TrainBackend) -> None:
         self._backend = backend
@@ -49,10 +49,10 @@ class OldPolicy:
         with unreadable_named(path / FILE):
             self._numbers = json.loads((path / FILE).read_text())
         for tag, number in self._numbers.items():
-            if not self._backend.has_weights(tag):
+            if tag not in self._backend.copies:
                 raise ValueError(
                     f"checkpoint {path} says that it keeps the weights of push {number}, but its folder "
-                    f"{tag} is missing: restore it, or remove {FILE} to go on without them."
+                    f"{tag} is missing: restore it, or remove {FILE} to continue without them."
                 )
 
     def tag_of(self, batch: RolloutBatch, current: int | None) -> str:

@@ -1,9 +1,9 @@
 """AdamW whose moments lie in host memory, or in fewer bits, or both.
 
-The step itself is torch's fused kernel on the parameters' device, whatever the place: moments in host memory
-pass through that device piece by piece, so that a step in fp32 gives the very bits that it gives with moments
-on the device. (Stepping on the CPU instead would move fewer bytes, but all ranks of a machine would share its
-cores.) With `overlap` one piece comes in while another is worked on and a third goes out.
+The step itself always uses torch's fused kernel on the parameters' device: moments in host memory pass
+through that device piece by piece, so that a step in fp32 gives the same bits as with moments on the device.
+(A step on the CPU would move fewer bytes, but all ranks of a machine share its cores.) With `overlap`, one
+piece is loaded while another is updated and a third is written back.
 """
 
 import itertools
@@ -30,7 +30,7 @@ _PRIMES = (1_000_003, 7_368_787)
 
 @dataclass(frozen=True, slots=True)
 class MomentPlan:
-    """Where Adam's moments lie, and in how many bits. The default is torch's own AdamW."""
+    """Device and precision of Adam's moments. The default is torch's own AdamW."""
 
     host_share: float = 0.0  # of the parameters
     overlap: bool = False
@@ -329,10 +329,10 @@ class _Slot:
 
 
 class _Transfers:
-    """Carries pieces of moments to a device and back during one step.
+    """Moves pieces of moments to a device and back during one step.
 
-    Copies are asynchronous and ordered by streams. A slot is filled again only after what was in it has left;
-    the host reads moments only after `finish`.
+    Copies are asynchronous and ordered by streams. A slot is refilled only after its content was written
+    back; the host reads moments only after `finish`.
     """
 
     def __init__(self, device: torch.device, *, overlap: bool) -> None:

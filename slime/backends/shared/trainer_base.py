@@ -23,6 +23,7 @@ from slime.backends.base import (
     Loss,
     MicroBatch,
     NonFiniteStepError,
+    OutputMatrix,
     StepPlace,
     StepStats,
     TokenLists,
@@ -53,12 +54,14 @@ from slime.utils.machine import accelerator
 logger = logging.getLogger(__name__)
 
 
-class TrainerBase(ABC):
-    """One rank's part of a model, its optimizer, and the models beside it; subclasses spread them over ranks.
+class TrainBackend(ABC):
+    """One rank's part of a model, its optimizer, and additional models; subclasses define the sharding.
 
     Every public method is called by all ranks together.
     """
 
+    device: torch.device
+    compute_dtype: torch.dtype  # of the passes; results and master weights are fp32
     layout: Layout  # this and the next three are set by the subclass
     data_group: dist.ProcessGroup | None  # the data-parallel ranks
     copies: WeightCopies
@@ -272,9 +275,6 @@ class TrainerBase(ABC):
     def copy_weights(self, src: str, dst: str) -> None:
         self.copies.copy(src, dst)
 
-    def has_weights(self, tag: str) -> bool:
-        return tag in self.copies
-
     def export(self, dtype: torch.dtype | None = None, *, weights: str = LIVE) -> Iterator[Bucket]:
         """Buckets of (hub name, full tensor); a collective. Tensors are valid until the next bucket."""
         with self.copies.active(weights):
@@ -283,6 +283,17 @@ class TrainerBase(ABC):
     @abstractmethod
     def _buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
         """The weights that the live model holds now."""
+
+    @abstractmethod
+    def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+        """Export this rank's pipeline stage alone; all stages one after another are `export`.
+
+        All ranks call it together. Then stages go through their buckets independently.
+        """
+
+    @abstractmethod
+    def output_matrix(self, weights: str) -> OutputMatrix | None:
+        """The output matrix of the weights with that tag; None on a rank whose pipeline stage has no head."""
 
     @abstractmethod
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
@@ -349,7 +360,7 @@ class TrainerBase(ABC):
                 with self.copies.filling(tag):
                     self._load_weights(path / tag)
             elif tag in self.copies:
-                logger.warning("checkpoint %s has no weights %r: the run keeps its initial ones.", path, tag)
+                logger.warning("Checkpoint %s has no weights %r: the run keeps its initial ones.", path, tag)
         manifest = self._check_model(path)
         with_optimizer = not (self.args.finetune or self.args.no_load_optim)
         if with_optimizer:
@@ -368,7 +379,7 @@ class TrainerBase(ABC):
             critic.load(path / "critic")
         elif args.finetune:
             start = args.critic_load or args.hf_checkpoint
-            logger.warning("checkpoint %s has no critic: it starts from %s.", path, start)
+            logger.warning("Checkpoint %s has no critic: the critic starts from %s.", path, start)
         else:
             raise ValueError(
                 f"checkpoint {path} has no critic, but --advantage-estimator {args.advantage_estimator} "
@@ -376,13 +387,13 @@ class TrainerBase(ABC):
             )
 
     def finish_save(self, *, wait: bool) -> bool:
-        """Whether the last save is complete on disk; `wait`: block until it is."""
+        """Return whether the last save is complete on disk; `wait`: block until it is."""
         done = self.critic is None or self.critic.finish_save(wait=wait)
         return self._finish_own_save(wait) and done
 
     @abstractmethod
     def _manifest(self) -> dict[str, Any]:
-        """What the manifest says of the model and its layout."""
+        """Return the manifest's entries about the model and its layout."""
 
     @abstractmethod
     def _check_model(self, path: Path) -> dict[str, Any]:

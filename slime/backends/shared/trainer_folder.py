@@ -1,4 +1,4 @@
-"""Reads and writes what checkpoint folders of both trainers share: `trainer.json` and random states."""
+"""Reads and writes the common files of both trainers' checkpoints: `trainer.json` and random states."""
 
 import json
 import logging
@@ -18,12 +18,12 @@ MANIFEST = "trainer.json"
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether a trainer saved `path`; else it is an HF folder or a hub id."""
+    """Return whether a trainer saved `path`; else it is an HF folder or a hub id."""
     return (Path(path) / MANIFEST).is_file()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What `trainer.json` says; a ValueError where it is missing, or of another format."""
+    """Read `trainer.json`; raise ValueError if it is missing or of another format."""
     file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"{path} is no trainer checkpoint: {MANIFEST} is missing.")
@@ -39,7 +39,7 @@ def check_optimizer(manifest: dict[str, Any], optimizer: str, path: Path) -> Non
     """ValueError where the saved moments are missing, or of another optimizer."""
     if manifest["optimizer"] is None:
         raise ValueError(
-            f"checkpoint {path} was saved without optimizer state: go on with --no-load-optim, or take only "
+            f"checkpoint {path} was saved without optimizer state: resume with --no-load-optim, or take only "
             "its weights with --finetune."
         )
     if manifest["optimizer"] != optimizer:
@@ -64,7 +64,7 @@ def random_state() -> dict[str, Any]:
 def load_random_state(file: Path, rank: int) -> None:
     """Set this rank's random generators to what `random_state` returned when the file was saved."""
     if not file.is_file():
-        logger.warning("rank %d was not part of the saved run: its random state starts from the seed.", rank)
+        logger.warning("Rank %d was not part of the saved run: its random state starts from the seed.", rank)
         return
     with unreadable_named(file):
         state = torch.load(file, weights_only=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 LIVE = "actor"
+OLD_POLICIES = NEWEST, BEFORE = "rollout", "old"  # with --keep-old-actor: the weights of the last two pushes
 
 
 class WeightCopies:

@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron's in its format torch_dist, read and written under hub names, without Megatron."""
+"""Reads and writes Megatron's torch_dist checkpoints under hub names, without Megatron."""

@@ -1,7 +1,7 @@
 """Names of Megatron's checkpoints and of its parameters.
 
-A checkpoint keeps one tensor for all layers, with the layer as its first dimension, where all layers are
-alike, and one for all experts of a layer; or one for each. Norms that are fused into the matrix after them
+If all layers are alike, a checkpoint keeps one tensor for all of them, with the layer as first dimension, and
+one for all experts of a layer; otherwise one tensor for each. Norms that are fused into the following matrix
 are named after that matrix.
 """
 

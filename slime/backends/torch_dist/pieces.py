@@ -1,7 +1,7 @@
-"""What a torch_dist folder holds: for every tensor its size, and in which file each piece of it is.
+"""Reads the index of a torch_dist folder: every tensor's size, and the file of each of its pieces.
 
 Its `.metadata` is a pickle of torch's and Megatron's classes, of any release. None of them is loaded:
-stand-ins take what was written, so that a file from elsewhere runs no code.
+placeholder classes receive the content, so that an untrusted file runs no code.
 """
 
 import io
@@ -21,7 +21,7 @@ _READ = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class UnknownLayout(ValueError):
-    """A folder that is whole, and whose tensors this version has no place for."""
+    """A complete folder with tensors that this version does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StoredTensor:
 
 
 class _StandIn:
-    """Takes the arguments or the state of an object of any class."""
+    """Placeholder that stores the arguments or the state of an object of any class."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args

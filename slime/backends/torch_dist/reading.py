@@ -1,4 +1,4 @@
-"""The weights of a torch_dist folder under hub names, whatever tensor, pipeline or expert sizes wrote it."""
+"""Reads the weights of a torch_dist folder under hub names, for any parallel sizes of its writer."""
 
 import logging
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def weights_source(path: str | Path, hf_config: Any, instead: str) -> str | Path
     except UnknownLayout as error:
         if not is_release(path):
             raise ValueError(f"checkpoint {path} cannot be read: {error}.") from None
-        logger.warning("%s is not read (%s): the weights of %s are taken instead.", path, error, instead)
+        logger.warning("%s cannot be read (%s): the weights of %s are used instead.", path, error, instead)
         return instead
     return path
 

@@ -1,7 +1,7 @@
-"""A Hugging Face model as a torch_dist folder: the same keys and global shapes as Megatron writes.
+"""Writes a Hugging Face model as a torch_dist folder, with the keys and global shapes of Megatron.
 
-Tensors are read, joined and written one at a time, and each layer of each is a piece of its own: whoever
-loads it, under whatever layout, reads only what it needs.
+Tensors are read, joined and written one at a time, and each layer is a piece of its own, so that a reader
+with any parallel layout reads only what it needs.
 """
 
 import json
@@ -115,7 +115,7 @@ def _fused(name: str, layer: int, settings: dict[str, Any]) -> str:
 
 
 class _Planner(DefaultSavePlanner):
-    """Tells the writer of torch what there is, and makes each piece when it is about to be written."""
+    """Describes the tensors to torch's writer, and creates each piece just before it is written."""
 
     def __init__(self, plan: dict[str, Stored], folder: CheckpointFolder, dims: Dims) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,15 +1,12 @@
 """`slime convert`: convert weights between Hugging Face folders, trainer checkpoints and FP8."""
 
 import argparse
-import contextlib
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.cli.main import user_errors
-from slime.utils.errors import RunStopped
 from slime.utils.files.torch_dist_folder import is_megatron_folder
 
 Add = Callable[..., Any]
@@ -18,7 +15,7 @@ Add = Callable[..., Any]
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     source, target = Path(options.hf_checkpoint), Path(options.save)
-    with user_errors(), _naming_disk_errors(target):
+    with user_errors():
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ValueError(f"--save {target} is there already: give a new folder, or remove that one.")
         if not (source / "config.json").is_file():
@@ -40,26 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             trainer_checkpoint.to_hf(source, target, options)
     print(f"written: {options.save}")
     return 0
-
-
-@contextlib.contextmanager
-def _naming_disk_errors(target: Path) -> Iterator[None]:
-    """Report a disk error as one line, and delete the incomplete folder."""
-    try:
-        yield
-    except (RunStopped, ValueError):
-        raise
-    except Exception as error:
-        # Imported here: a wrong flag does not need it.
-        from slime.cluster.checkpoints.save_folder import disk_error
-
-        cause = disk_error(error, next(path for path in target.absolute().parents if path.exists()))
-        if cause is None:
-            raise
-        shutil.rmtree(target.with_name(f"{target.name}.tmp"), ignore_errors=True)
-        file = getattr(error, "filename", None)
-        at = f" at {file}" if file else ""
-        raise RunStopped(f"--save {target} was not written: {cause}{at}.") from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from slime.utils.files.safetensors_files import (
     INDEX,
-    all_files,
-    read_index,
+    model_files,
     read_tensors,
     tensor_names,
     write_index,
@@ -33,45 +32,31 @@ def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
         )
     block = tuple(options.block_size)
     how = quantization_config(block, scale_fmt=options.scale_fmt)
-    files = _files(source)
+    files = model_files(source)
+    if not files:
+        raise ValueError(
+            f"--hf-checkpoint {source} holds no safetensors: save the model again with save_pretrained."
+        )
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise ValueError(f"--hf-checkpoint {source}: {INDEX} names {', '.join(absent)}, which is not there.")
+    names = {file: tensor_names(file) for file in files}  # before anything is written: one may be damaged
     staging = target.with_name(target.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     weight_map: dict[str, str] = {}
     kept, total = [], 0
-    for file, names in files.items():
-        tensors = dict(quantize_state(read_tensors([source / file]), how))
-        write_tensors(staging / file, tensors)
-        weight_map.update(dict.fromkeys(tensors, file))
+    for file in files:
+        tensors = dict(quantize_state(read_tensors([file]), how))
+        write_tensors(staging / file.name, tensors)
+        weight_map.update(dict.fromkeys(tensors, file.name))
         total += sum(tensor.nbytes for tensor in tensors.values())
-        kept += [name.removesuffix(".weight") for name in names if _stays(name, tensors)]
+        kept += [name.removesuffix(".weight") for name in names[file] if _stays(name, tensors)]
     if len(set(weight_map.values())) > 1 or (source / INDEX).is_file():
         write_index(staging, weight_map, total)
     how = quantization_config(block, scale_fmt=options.scale_fmt, kept=kept)
     (staging / "config.json").write_text(json.dumps(config | {"quantization_config": how}, indent=2))
     _copy_rest(source, staging)
     staging.rename(target)
-
-
-def _files(source: Path) -> dict[str, list[str]]:
-    """Return {file: tensor names}, after checking that none is missing."""
-    listed = read_index(source) or {}
-    files = sorted(set(listed.values())) or [file.name for file in all_files(source)]
-    if not files:
-        raise ValueError(
-            f"--hf-checkpoint {source} holds no safetensors: save the model again with save_pretrained."
-        )
-    absent = [file for file in files if not (source / file).is_file()]
-    if absent:
-        raise ValueError(f"--hf-checkpoint {source}: {INDEX} names {', '.join(absent)}, which is not there.")
-    found = {file: tensor_names(source / file) for file in files}
-    missing = [name for name, file in listed.items() if name not in found[file]]
-    if missing:
-        raise ValueError(
-            f"--hf-checkpoint {source}: {len(missing)} tensors of {INDEX} are in none of its files, such as "
-            f"{missing[0]}."
-        )
-    return found
 
 
 def _stays(name: str, tensors: dict[str, Tensor]) -> bool:

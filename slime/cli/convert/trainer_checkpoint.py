@@ -9,13 +9,15 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from slime.arguments import default_args
-from slime.backends.base import TrainBackend
 from slime.backends.families import register_configs
+from slime.backends.shared.adapters import write_adapter
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.backends.shared.trainer_folder import MANIFEST, is_checkpoint
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.cli.one_rank import alone
@@ -28,18 +30,32 @@ DTYPES = {None: None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 def from_hf(source: Path, target: Path, options: argparse.Namespace) -> None:
     """Write a checkpoint of rollout 0 without optimizer state, for `--load` with `--finetune`."""
-    with _trainer(options.train_backend, source) as backend:
+    with _trainer(options.train_backend, source, {}) as backend:
         manifest = Manifest(rollout_id=0, run_id="convert", num_pushes=0)
         size = sum(file.stat().st_size for file in all_files(source))
         write_checkpoint(target, manifest, None, backend.save, needed_bytes=2 * size)
 
 
-def to_hf(source: Path, target: Path, options: argparse.Namespace) -> None:
-    """Write the weights of a checkpoint, with config and tokenizer of the model that it started from."""
+def to_hf(
+    source: Path,
+    target: Path,
+    options: argparse.Namespace,
+    settings: dict[str, Any] | None = None,
+    *,
+    adapter_only: bool = False,
+) -> None:
+    """Write the weights of a checkpoint, with config and tokenizer of the model that it started from.
+
+    `settings`: those of the run that decide what it trained: adapters, or a reward model.
+    """
     checkpoint = _find(Path(options.load), options.ckpt_step)
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    with _trainer(manifest.get("backend", DEFAULT_BACKEND), source) as backend:
+    with _trainer(manifest.get("backend", DEFAULT_BACKEND), source, settings or {}) as backend:
         backend.load(checkpoint)
+        if adapter_only:
+            tensors = {name: tensor.cpu() for bucket in backend.export_adapter() for name, tensor in bucket}
+            write_adapter(target, tensors, backend.adapter_config())
+            return
         backend.save_hf(target, DTYPES[options.dtype])
     left = sorted(files_by_tensor(source).keys() - files_by_tensor(target).keys())
     if left:
@@ -66,7 +82,7 @@ def _find(folder: Path, step: int | None) -> Path:
 
 
 @contextmanager
-def _trainer(kind: str, source: Path) -> Iterator[TrainBackend]:
+def _trainer(kind: str, source: Path, settings: dict[str, Any]) -> Iterator[TrainBackend]:
     """Create a trainer of one process with the weights of `source`; SGD, because Adam needs more memory."""
     register_configs()
     config = AutoConfig.from_pretrained(source)
@@ -79,6 +95,7 @@ def _trainer(kind: str, source: Path) -> Iterator[TrainBackend]:
         lr=0.0,
         finetune=True,
         no_save_optim=True,
+        **settings,
     )
     with alone():
         create_backend = importlib.import_module(f"slime.backends.{kind}").create_backend

@@ -19,7 +19,7 @@ from slime.utils.machine.own_command import as_typed
 from slime.utils.printable import printable
 
 _POLL_S = 0.5
-_NOT_DONE, _INTERRUPTED = 1, 130  # exit codes
+_NOT_DONE = 1  # exit code
 _USAGES = {name: f"{name} NUMBER" if action.setting else name for name, action in ACTIONS.items()}
 
 
@@ -35,13 +35,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     number = _ask(folder, words)
     print("requested: it takes effect after the current step", flush=True)
-    if options.no_wait:
-        return 0
-    try:
-        return _wait_for_answer(folder, number)
-    except KeyboardInterrupt:
-        print("no longer waiting; the request stays in effect", file=sys.stderr)
-        return _INTERRUPTED
+    return 0 if options.no_wait else _wait_for_answer(folder, number)
 
 
 def _ask(folder: Path, words: list[str]) -> int:

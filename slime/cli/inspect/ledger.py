@@ -1,4 +1,4 @@
-"""`slime ledger`: prove that no sample was lost or trained twice, show one sample, recompute a step."""
+"""`slime ledger`: prove that no sample was lost or trained twice, show one sample."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ from slime.utils.printable import printable
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
-        if options.action == "replay":
-            from slime.cli.inspect.replay import replay  # here: it loads torch and the whole loop
-
-            return replay(options.run, options.step)
         return _audit(options) if options.action == "audit" else _show(options)
     except ValueError:
         if not _is_run(options.run):
@@ -102,7 +98,7 @@ def _show(options: argparse.Namespace) -> int:
         select = Select(kind="train", rollout_id=options.step, limit=1_000_000_000)
         answers = record.answers(select)
         if not answers:
-            raise RecordError(f"{options.run}: {record.why_no_step(options.step)}")
+            raise RecordError(f"{options.run}: the record has no samples of step {options.step}.")
         chosen = [a for a in answers if options.sample is None or a.sample_index == options.sample]
         if not chosen:
             numbers = sorted({a.sample_index for a in answers if a.sample_index is not None})
@@ -136,8 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     show = actions.add_parser("show", help="print samples with their tokens")
     show.add_argument("--step", type=int, required=True, help="the step")
     show.add_argument("--sample", type=int, help="index of the sample; default: all samples of the step")
-    replay = actions.add_parser("replay", help="compute a step again on the CPU and compare it with the log")
-    replay.add_argument("--step", type=int, required=True, help="the step")
-    for action in (audit, show, replay):
+    for action in (audit, show):
         action.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     return parser

@@ -19,7 +19,7 @@ def page_beside(run_dir: str) -> Iterator[None]:
     words = [sys.executable, "-m", "slime", "dashboard", run_dir, "--beside"]
     process = children.start(words, stdin=children.PIPE, output=children.PIPE)
     ended = threading.Event()
-    threading.Thread(target=_tell, args=(process, ended), name="page", daemon=True).start()
+    threading.Thread(target=_print_output, args=(process, ended), name="page", daemon=True).start()
     try:
         yield
     finally:
@@ -30,7 +30,7 @@ def page_beside(run_dir: str) -> Iterator[None]:
         children.wait_or_kill(process, grace_s=5.0)
 
 
-def _tell(process: subprocess.Popen[bytes], ended: threading.Event) -> None:
+def _print_output(process: subprocess.Popen[bytes], ended: threading.Event) -> None:
     """Print its address, and its last lines if it dies before the run ends."""
     assert process.stdout is not None, "it was opened as a pipe"
     lines = io.TextIOWrapper(process.stdout, errors="replace")

@@ -1,9 +1,14 @@
-"""`slime plot RUN [RUN...]`: plot metrics of one or several runs, in the terminal or as a picture."""
+"""`slime plot RUN [RUN...]`: plot metrics of one or several runs, in the terminal or as a picture.
+
+Runs that differ by their seed only are drawn as one: their mean, and a band of one standard deviation.
+"""
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import re
+import statistics
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -12,6 +17,7 @@ from pathlib import Path
 from slime.catalog.metrics import is_eval_score
 from slime.cli.inspect import MISTAKE, command, need_run
 from slime.observability.tracking import read_metrics
+from slime.utils.files.run_file import read_run
 
 DEFAULT = (
     "rollout/raw_reward",
@@ -25,13 +31,14 @@ _COLUMNS = 60
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 Curve = dict[int, float]
+Group = list[dict[str, Curve]]  # the curves of each run by metric
 
 
 @command
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    runs = {name: _curves(Path(name)) for name in options.run}
-    known = sorted({key for curves in runs.values() for key in curves})
+    groups = _groups(options.run, by_seed=not options.each)
+    known = sorted({key for group in groups.values() for curves in group for key in curves})
     shown = [key for key in known if options.metric or not key.startswith("eval/") or is_eval_score(key)]
     found = {pattern: fnmatch.filter(shown, pattern) for pattern in options.metric or DEFAULT}
     names = list(dict.fromkeys(name for matches in found.values() for name in matches))
@@ -45,11 +52,41 @@ def main(argv: Sequence[str]) -> int:
             print("\n".join(known) or "nothing is logged yet")
         return 0 if options.list else MISTAKE
     if options.out:
-        _draw_png(runs, names, Path(options.out))
+        _draw_png(groups, names, Path(options.out))
         return 0
     for name in names:
-        print("\n".join(_draw_text(name, {run: c[name] for run, c in runs.items() if name in c})))
+        print("\n".join(_draw_text(name, _of_metric(groups, name))))
     return 0
+
+
+def _groups(folders: Sequence[str], *, by_seed: bool) -> dict[str, Group]:
+    """Read the runs; those whose settings differ by the seed only are one group under one label."""
+    alike: dict[str, dict[str, dict[str, Curve]]] = {}
+    for name in dict.fromkeys(folders):
+        record = read_run(Path(name)) if by_seed else None
+        key = record.settings_without_seed() if record is not None else None
+        alike.setdefault(key or name, {})[name] = _curves(Path(name))
+    return {_label(list(runs)): list(runs.values()) for runs in alike.values()}
+
+
+def _label(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    return f"{re.sub(r'[-_,/]?(seed)?[-_=]?[0-9]+$', '', names[0])} ({len(names)} seeds)"
+
+
+def _of_metric(groups: dict[str, Group], name: str) -> dict[str, list[Curve]]:
+    """Return the curves of one metric by the label of their group."""
+    found = {label: [curves[name] for curves in group if name in curves] for label, group in groups.items()}
+    return {label: curves for label, curves in found.items() if curves}
+
+
+def _mean_and_band(curves: list[Curve]) -> tuple[Curve, Curve]:
+    """Return the mean at each step, and the standard deviation over the runs that have logged it."""
+    steps = sorted({step for curve in curves for step in curve})
+    values = {step: [curve[step] for curve in curves if step in curve] for step in steps}
+    mean = {step: statistics.fmean(found) for step, found in values.items()}
+    return mean, {step: statistics.stdev(found) if found[1:] else 0.0 for step, found in values.items()}
 
 
 def _curves(folder: Path) -> dict[str, Curve]:
@@ -67,10 +104,12 @@ def _curves(folder: Path) -> dict[str, Curve]:
     return curves
 
 
-def _draw_text(name: str, curves: dict[str, Curve]) -> list[str]:
-    """Draw each run as a strip of blocks with its first and last value; all share one x-axis."""
+def _draw_text(name: str, groups: dict[str, list[Curve]]) -> list[str]:
+    """Draw each group as a strip of blocks with its first and last value; all share one x-axis."""
     lines = [name]
-    width = max(map(len, curves))
+    width = max(map(len, groups))
+    bands = {label: _mean_and_band(found) for label, found in groups.items()}
+    curves = {label: mean for label, (mean, _) in bands.items()}
     values = [value for curve in curves.values() for value in curve.values()]
     low, high = min(values), max(values)
     axis = sorted({step for curve in curves.values() for step in curve})
@@ -85,30 +124,33 @@ def _draw_text(name: str, curves: dict[str, Curve]) -> list[str]:
                 height = (sum(found) / len(found) - low) / (high - low) if high > low else 0.5
                 block = _BLOCKS[round(height * 7)]
             strip += block if steps[0] <= last else " "  # a gap repeats the value before it
-        ends = f"{curve[first]:.4g} -> {curve[last]:.4g} (steps {first} to {last})"
+        band = f" ± {bands[run][1][last]:.2g}" if len(groups[run]) > 1 else ""
+        ends = f"{curve[first]:.4g} -> {curve[last]:.4g}{band} (steps {first} to {last})"
         lines.append(f"  {run:<{width}} {strip} {ends}")
     return [*lines, f"  {'':<{width}} from {low:.4g} to {high:.4g}", ""]
 
 
-def _draw_png(runs: dict[str, dict[str, Curve]], names: list[str], out: Path) -> None:
+def _draw_png(groups: dict[str, Group], names: list[str], out: Path) -> None:
     try:
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise ValueError("--out needs matplotlib: pip install 'slime[plot]', or leave --out out") from None
+        raise ValueError("--out needs matplotlib: pip install 'slime-rl[plot]', or leave --out out") from None
     figure, axes = pyplot.subplots(len(names), 1, figsize=(8, 2.6 * len(names)), squeeze=False, sharex=True)
     for axis, name in zip(axes[:, 0], names, strict=True):
-        for run, curves in runs.items():
-            if name in curves:
-                steps = sorted(curves[name])
-                values = [curves[name][step] for step in steps]
-                axis.plot(steps, values, label=run, marker="." if len(steps) < 30 else "")
+        for label, curves in _of_metric(groups, name).items():
+            mean, band = _mean_and_band(curves)
+            steps = list(mean)
+            [line] = axis.plot(steps, mean.values(), label=label, marker="." if len(steps) < 30 else "")
+            if len(curves) > 1:
+                below, above = ([mean[s] + side * band[s] for s in steps] for side in (-1, 1))
+                axis.fill_between(steps, below, above, alpha=0.2, color=line.get_color())
         axis.set_title(name, fontsize=9, loc="left")
         axis.grid(alpha=0.3)
     axes[-1, 0].set_xlabel("step")
-    if len(runs) > 1:
+    if len(groups) > 1:
         axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
     try:
@@ -129,5 +171,6 @@ def _parser() -> argparse.ArgumentParser:
     add("-m", "--metric", action="append", metavar="NAME", help=metric)
     picture = "write a picture (.png, .pdf, .svg) instead of plotting in the terminal"
     add("--out", metavar="FILE", help=picture)
+    add("--each", action="store_true", help="draw each run, even if they differ by their seed only")
     add("--list", action="store_true", help="list the names of all metrics of these runs")
     return parser

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,12 +13,10 @@ from typing import Any
 
 from rich.text import Text
 
-from slime.catalog.deadlines import DEADLINES, all_timeouts
 from slime.cli.inspect import command, need_run, run_parser
 from slime.liveness import phases
 from slime.liveness.vital_signs import signs_of
 from slime.liveness.wait_table import WaitTable, read_table
-from slime.observability.incidents import describe_incidents, read_incidents
 from slime.observability.terminal.progress import Progress, duration, short, sparkline
 from slime.observability.terminal.terminal import Terminal
 from slime.observability.tracking import read_metrics
@@ -169,25 +166,11 @@ def _lines(
         speed = "" if tokens is None else f"; {short(tokens)} tok/s"
         lines.append("  " + ", ".join(f"{name} {share:.0%}" for name, share in split.items()) + speed)
     lines += [f"  {key} {values[key]:.4g}" for key in progress.evals]
-    lines += [f"  wasted: {progress.waste_words()}"] if progress.waste_words() else []
-    lines += [f"  {line}" for line in describe_incidents(read_incidents(run, started.timestamp()))]
     if record.last.restarts:
         lines.append(f"  {record.last.restarts_text}")
     if record.last.checkpoints:
         lines.append(f"  checkpoints in {record.last.checkpoints}")
-    lines += _deadline_lines(record)
     return lines, dict(values)
-
-
-def _deadline_lines(record: RunRecord) -> list[str]:
-    """List every deadline in force, with its default where they differ."""
-    values = {name: entry["value"] for name, entry in record.last.settings.items()}
-    texts = []
-    for name, seconds in all_timeouts(values).items():
-        default = DEADLINES[name].default
-        texts.append(f"{name} {seconds:g}" + (f" (default {default:g})" if seconds != default else ""))
-    text = f"  deadlines in seconds (--timeouts): {', '.join(texts)}"
-    return textwrap.wrap(text, 110, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _how_far(progress: Progress, state: str) -> str:

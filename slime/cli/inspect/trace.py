@@ -1,23 +1,17 @@
-"""`slime trace RUN`: write where each step spent its time, for Perfetto, Chrome or OpenTelemetry."""
+"""`slime trace RUN`: write where each step spent its time, for Perfetto or Chrome."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.cli.inspect import command, run_parser
-from slime.dashboard.run_folder import RunFolder, open_runs
+from slime.dashboard.run_folder import open_runs
 from slime.dashboard.timeline import all_spans, packed
 from slime.utils.files.run_file import no_run
-
-_BATCH = 2000  # spans in one request to a collector
 
 
 @command
@@ -30,8 +24,6 @@ def main(argv: Sequence[str]) -> int:
         spans = all_spans(connection, *(options.steps or (None, None)))
     if not spans:
         raise ValueError(f"{options.run} has no spans" + ("" if options.steps is None else " of these steps"))
-    if options.otlp:
-        return _send(run, spans, options.otlp)
     out = Path(options.out) if options.out else options.run / "trace.json"
     try:
         with out.open("w", encoding="utf-8") as file:
@@ -64,47 +56,6 @@ def chrome_events(spans: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def otlp_request(name: str, run_id: str, spans: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return an OTLP/HTTP request as JSON; each step is one trace."""
-    resource = {"attributes": [_attribute("service.name", "slime"), _attribute("run", name)]}
-    scope = {"scope": {"name": "slime"}, "spans": [_otlp_span(run_id, span) for span in spans]}
-    return {"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]}
-
-
-def _otlp_span(run_id: str, span: dict[str, Any]) -> dict[str, Any]:
-    key = f"{run_id} {span['step']}"
-    about = {"step": span["step"], "lane": span["lane"], **span["about"]}
-    return {
-        "traceId": hashlib.blake2b(key.encode(), digest_size=16).hexdigest(),
-        "spanId": hashlib.blake2b(f"{key} {span}".encode(), digest_size=8).hexdigest(),
-        "name": span["name"],
-        "kind": 1,
-        "startTimeUnixNano": str(int(span["start"] * 1e9)),
-        "endTimeUnixNano": str(int(span["end"] * 1e9)),
-        "attributes": [_attribute(name, value) for name, value in about.items()],
-    }
-
-
-def _attribute(name: str, value: object) -> dict[str, Any]:
-    kind = {bool: "boolValue", int: "intValue", float: "doubleValue"}.get(type(value), "stringValue")
-    plain = value if kind in ("boolValue", "doubleValue") else str(value)
-    return {"key": name, "value": {kind: plain}}
-
-
-def _send(run: RunFolder, spans: list[dict[str, Any]], address: str) -> int:
-    name, run_id = (run.run.name, run.run.id) if run.run is not None else (run.key, run.key)
-    for start in range(0, len(spans), _BATCH):
-        body = json.dumps(otlp_request(name, run_id, spans[start : start + _BATCH])).encode()
-        try:
-            url, headers = address.rstrip("/") + "/v1/traces", {"Content-Type": "application/json"}
-            urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30).close()
-        except (urllib.error.URLError, ValueError) as error:
-            print(f"error: --otlp {address}: {error}", file=sys.stderr)
-            return 1
-    print(f"sent {len(spans)} spans to {address}")
-    return 0
-
-
 def _steps(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
     if not first.isdecimal() or (last and not last.isdecimal()):
@@ -119,6 +70,4 @@ def _parser() -> argparse.ArgumentParser:
     parser = run_parser("trace", __doc__)
     parser.add_argument("--steps", type=_steps, metavar="A-B", help="only these steps; default: all")
     parser.add_argument("--out", metavar="FILE", help="file to write; default: RUN/trace.json")
-    collector = "send to an OpenTelemetry collector (OTLP over HTTP) instead"
-    parser.add_argument("--otlp", metavar="URL", help=collector)
     return parser

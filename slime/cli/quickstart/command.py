@@ -17,13 +17,11 @@ from slime.arguments.core.draft import ASYNCHRONOUS
 from slime.arguments.parser import parse_args
 from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
-from slime.cli.quickstart.display import Screen, ShownPhase
-from slime.cli.quickstart.folder import opened
+from slime.cli.quickstart.display import Screen
 from slime.cli.quickstart.outcome import (
     LOSS,
     REWARD,
     QuickstartOutcome,
-    draw_plot,
     read_outcome,
     summarise,
     write_summary,
@@ -40,11 +38,16 @@ from slime.cli.quickstart.two_runs import (
 )
 from slime.cli.train import run_loop
 from slime.cli.train_async import run_loop as run_overlapped
+from slime.observability.terminal.progress import Progress
 from slime.preflight.packages import NEEDS_DOCSTRINGS
+from slime.utils.files.folder_lock import FolderLock
 from slime.utils.machine.own_command import as_typed
 from slime.utils.machine.warm_start import warm_starts
 
 RANDOM_REWARD = "random-reward"
+# What a quick start writes.
+OWNED = ("data", "model", "sft", "rl", "summary.json", "curve.png", "log.txt", "error.txt")
+MADE_BY_ONE = ("log.txt", "summary.json")  # the first and the last thing that it writes
 # Modules that trainers and engines of both runs import first.
 _OF_CHILDREN = (
     "transformers.models.auto.modeling_auto",
@@ -180,6 +183,40 @@ def check_evaluations(args: Args) -> None:
         )
 
 
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Path | None]:
+    """Lock the folder for this quick start; yields the folder that an earlier one was moved to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"--run-dir {folder} cannot be written to: {error.strerror}.") from None
+    lock = FolderLock(folder, "--run-dir")
+    try:
+        yield set_aside(folder)
+    finally:
+        lock.release()
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move an earlier quick start aside and return its new folder; None if there was none.
+
+    Names such as `data` are common: what no quick start made is refused rather than moved.
+    """
+    found = [folder / name for name in OWNED if (folder / name).exists()]
+    if not found:
+        return None
+    if not any((folder / name).exists() for name in MADE_BY_ONE):
+        name = f"{found[0].name}/" if found[0].is_dir() else found[0].name
+        raise ValueError(f"--run-dir {folder} holds {name}, which no quick start made; give another folder.")
+    taken = [int(path.name) for path in folder.glob("earlier/*") if path.name.isdigit()]
+    target = folder / "earlier" / str(max(taken, default=0) + 1)
+    target.mkdir(parents=True)
+    for path in found:
+        path.rename(target / path.name)
+    return target
+
+
 def write_files(recipe: Recipe, options: argparse.Namespace) -> DataFiles:
     num_sft = recipe.warm_up.num_samples if recipe.warm_up else 0
     folder, seed = options.run_dir / "data", options.seed
@@ -198,13 +235,13 @@ def run(options: argparse.Namespace, screen: Screen, made: Path | str) -> dict[s
         # In the asynchronous loop: a batch of written text is the same whatever the weights, and is made
         # while the one before is trained on.
         args = parse_args(sft_argv(options, files, checkpoint), training_loop=ASYNCHRONOUS)
-        phase = ShownPhase("SFT", recipe.warm_up.num_steps, LOSS, "loss")
+        phase = Progress(recipe.warm_up.num_steps, "SFT", LOSS, "loss", done_key=LOSS)
         with screen.following(phase, folder / "sft" / "metrics.jsonl"):
             run_overlapped(args)
         checkpoint = folder / "sft" / f"hf-{recipe.warm_up.num_chunks - 1}"
     args = parse_args(rl_argv(options, files, checkpoint))
     assert args.num_rollout is not None, "every recipe says how many steps it takes"
-    phase = ShownPhase("RL", args.num_rollout, REWARD, "reward")
+    phase = Progress(args.num_rollout, "RL", REWARD, "reward", done_key=REWARD)
     with screen.following(phase, folder / "rl" / "metrics.jsonl"):
         run_loop(args)
     outcome = read_outcome(folder / "rl", recipe.task.draw_held_out())
@@ -252,20 +289,13 @@ def sft_argv(options: argparse.Namespace, files: DataFiles, checkpoint: Path | s
 def report(
     outcome: QuickstartOutcome, summary: dict[str, Any], options: argparse.Namespace, screen: Screen
 ) -> None:
-    """Write the files first, so that they exist even if the terminal fails."""
+    """Write the summary first, so that it exists even if the terminal fails."""
     folder, task = options.run_dir, options.recipe.task
     write_summary(summary, folder / "summary.json")
-    written = "summary.json"
-    try:
-        title = f"slime quickstart: {task.name}, {options.model}, seed {options.seed}"
-        draw_plot(outcome, folder / "curve.png", title=title)
-        written += ", curve.png"
-    except ImportError:
-        screen.say("No plot: matplotlib is missing (pip install 'slime[plot]').")
     screen.show_outcome(outcome, task, num_held_out=summary["num_held_out"], control=options.control)
     screen.say(
         f"{summary['num_samples']} samples, {summary['weight_pushes']} weight pushes, "
-        f"{summary['wall_s']:.0f} s. Written to {folder}: {written}, run.yaml."
+        f"{summary['wall_s']:.0f} s. Written to {folder}: summary.json, run.yaml."
     )
     screen.say(f"Open the dashboard: {as_typed('dashboard', folder / 'rl')}")
     screen.say(f"Next, edit {folder / 'run.yaml'} (model, prompts, reward) and run it:")

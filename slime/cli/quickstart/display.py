@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -20,16 +19,6 @@ from slime.observability.terminal.terminal import Terminal
 from slime.utils.printable import printable
 
 NUM_PLAIN_LINES = 10  # per phase, where there is no terminal
-
-
-@dataclass(frozen=True, slots=True)
-class ShownPhase:
-    """A run to show: `value_key` is the metric to watch, logged once per step."""
-
-    title: str
-    num_steps: int
-    value_key: str
-    value_name: str
 
 
 class Screen:
@@ -55,12 +44,12 @@ class Screen:
             configure_logger()  # back to the real stderr
 
     @contextmanager
-    def following(self, phase: ShownPhase, metrics: Path) -> Iterator[None]:
-        """Show the progress of `phase` from the metrics it writes, while the block runs it."""
+    def following(self, progress: Progress, metrics: Path) -> Iterator[None]:
+        """Show the progress of a run from the metrics it writes, while the block runs it."""
         if self._quiet:
             yield
             return
-        view = _View(self.terminal, phase, MetricsReader(metrics))
+        view = _View(self.terminal, progress, MetricsReader(metrics))
         try:
             with Repeated(view.look, "quickstart-metrics"):
                 yield
@@ -87,13 +76,11 @@ class Screen:
 class _View:
     """Live lines on a terminal; elsewhere about ten lines per phase, and one per evaluation."""
 
-    def __init__(self, terminal: Terminal, phase: ShownPhase, rows: MetricsReader) -> None:
-        self._terminal, self._phase, self._rows = terminal, phase, rows
-        key, name = phase.value_key, phase.value_name
-        self._progress = Progress(phase.num_steps, phase.title, key, name, done_key=key)
+    def __init__(self, terminal: Terminal, progress: Progress, rows: MetricsReader) -> None:
+        self._terminal, self._progress, self._rows = terminal, progress, rows
         self._note = ""
         if not terminal.is_live:
-            terminal.print(Text(f"{phase.title}: {phase.num_steps} steps"))
+            terminal.print(Text(f"{progress.title}: {progress.total} steps"))
 
     def look(self) -> None:
         for row in self._rows.new_records():
@@ -110,9 +97,9 @@ class _View:
         if ACCURACY["greedy"] in row:
             greedy, sampled = (row[ACCURACY[name]] for name in ("greedy", "sampled"))
             self._terminal.print(Text(f"  held-out accuracy: greedy {greedy:.1%}, sampled {sampled:.1%}"))
-        done, total = self._progress.done, self._phase.num_steps
+        done, total = self._progress.done, self._progress.total or 0
         if ended and (done % max(1, total // NUM_PLAIN_LINES) == 0 or done == total):
-            value = f"{self._phase.value_name} {row[self._phase.value_key]:.3f}"
+            value = f"{self._progress.value_name} {row[self._progress.value_key]:.3f}"
             self._terminal.print(Text(f"  step {done}/{total}  {value}"))
 
 

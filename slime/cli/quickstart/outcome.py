@@ -1,4 +1,4 @@
-"""The result of a quick start: accuracy before and after, rewards, example responses, summary and plot."""
+"""The result of a quick start: accuracy before and after, rewards, example responses and a summary."""
 
 import json
 import platform
@@ -124,27 +124,6 @@ def summarise(
 
 def write_summary(summary: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-
-
-def draw_plot(outcome: QuickstartOutcome, path: Path, *, title: str) -> None:
-    """Draw the training reward of each step and the held-out accuracy of each evaluation as a PNG."""
-    # Here: matplotlib is an extra, and slow to import.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
-    steps = range(1, len(outcome.rewards) + 1)
-    axes.plot(steps, outcome.rewards, color="0.6", linewidth=1, label="training reward (sampled)")
-    axes.plot(outcome.eval_steps, outcome.accuracy["greedy"], "o-", label="held-out accuracy, greedy")
-    axes.plot(outcome.eval_steps, outcome.accuracy["sampled"], "s--", label="held-out accuracy, sampled")
-    axes.set(xlabel="RL step", ylabel="share of right answers", ylim=(-0.02, 1.02), title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
 
 
 def values_by_step(records: list[dict[str, Any]], key: str) -> dict[int, float]:

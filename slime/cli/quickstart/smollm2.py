@@ -144,7 +144,7 @@ def _tensors(gguf: Path) -> Iterator[tuple[str, "Tensor"]]:
     try:
         from gguf import GGUFReader, dequantize
     except ImportError as error:
-        raise ValueError("--model smollm2 needs the package gguf: pip install 'slime[smollm2]'.") from error
+        raise ValueError("--model smollm2 needs gguf: pip install 'slime-rl[smollm2]'.") from error
 
     rotated = {"attn_q": NUM_HEADS, "attn_k": NUM_KV_HEADS}
     for stored in GGUFReader(str(gguf)).tensors:

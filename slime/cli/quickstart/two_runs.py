@@ -57,7 +57,7 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What differs between the quick-start models."""
+    """Settings that differ between the quick-start models."""
 
     model: str
     task: Task

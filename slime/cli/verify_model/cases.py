@@ -1,4 +1,4 @@
-"""The documents that every trainer computes, and its outcome: outputs, weights and activations."""
+"""The documents that every trainer computes, and the outcome: outputs and weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,6 @@ _DOCUMENTS = ((5, 9), (1, 1), (3, 16), (8, 5), (2, 7), (11, 3))
 NUM_DOCUMENTS = len(_DOCUMENTS)
 DENOMINATORS = Denominators(rollouts=1, tokens=1.0, samples=1)
 
-# (document, layer, part of the layer) -> [tokens, hidden]
-Activations = dict[tuple[int, int, str], Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
@@ -29,7 +26,6 @@ class CaseOutcome:
     grad_norm: float
     before: dict[str, Tensor]
     after: dict[str, Tensor]
-    activations: Activations = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)  # of a model of transformers; {}: it is another
 
 

@@ -1,4 +1,4 @@
-"""Compares a trainer's outcome with the reference, finds what diverges first, and prints the table."""
+"""Compares the outcome of a trainer with the reference, finds the first difference, and prints the table."""
 
 import math
 import time
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime.cli.verify_model import layer_capture
 from slime.cli.verify_model.cases import LEARNING_RATE, CaseOutcome
 
 COLUMNS = ("log-probs", "entropy", "loss", "grad norm", "gradients", "SGD step", "round trip")
@@ -62,8 +61,7 @@ def compare(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> Ver
     if EXACT in wrong:
         return Verdict(errors, _changed_tensor(reference, found, trip))
     if {"log-probs", "entropy"} & set(wrong):
-        part = first_activation(reference, found, tolerance)
-        return Verdict(errors, part or "the output layer: activations agree, log-probs do not")
+        return Verdict(errors, f"the forward pass: its {wrong[0]} differ")
     wrong_gradients = [name for name, error in gradients.items() if not error <= tolerance]
     passes = f"{wrong[0]}: passes agree, the optimizer step does not"
     return Verdict(errors, f"gradient of {wrong_gradients[0]}" if wrong_gradients else passes)
@@ -80,22 +78,6 @@ def _changed_tensor(reference: CaseOutcome, found: CaseOutcome, trip: dict[str, 
         return f"tensor {name} does not belong to the model"
     total = reference.before[name].numel()
     return f"tensor {name}: {trip[name]} of {total} elements changed between load and export"
-
-
-def first_activation(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> str | None:
-    """Return the first layer whose output differs, and the first part of it that does."""
-    differing = {
-        key[1:]
-        for key, expected in reference.activations.items()
-        if key in found.activations and not _relative(expected, found.activations[key]) <= tolerance
-    }
-    layers = [layer for layer, part in differing if part == layer_capture.OUTPUT]
-    if not layers:
-        return None
-    layer = min(layers)
-    part = next((p for p in layer_capture.PARTS if (layer, p) in differing), layer_capture.OUTPUT)
-    weights = [n for n in reference.before if f"layers.{layer}.{part}." in n]
-    return f"layer {layer}, {part}" + (f" (weights {', '.join(weights[:6])})" if weights else "")
 
 
 def _differing(expected: Tensor | None, found: Tensor | None) -> int:
@@ -145,10 +127,6 @@ class Table:
         verdict = compare(expected, found, self._tolerance)
         first = None if verdict.first is None else f"diverges first at {verdict.first}"
         self._add(name, ranks, started, verdict.errors, first)
-
-    def served(self, name: str, started: float, worst: float) -> None:
-        text = f"diverges first at the log-probs of tokens it drew: off by {worst:.2g}"
-        self._add(name, 1, started, {COLUMNS[0]: worst}, None if worst <= self._tolerance else text)
 
     def failed(self, name: str, ranks: int, started: float, error: Exception) -> None:
         self._add(name, ranks, started, {}, f"did not finish: {error}")

@@ -6,9 +6,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.backends.fsdp.layer_execution import decoder_layers
-from slime.backends.shared.microbatch import build_micro_batch
-from slime.cli.verify_model import layer_capture
 from slime.cli.verify_model.cases import LEARNING_RATE, CaseOutcome, buffers_of, documents
 from slime.utils.files.safetensors_files import all_files, read_tensors
 
@@ -31,19 +28,16 @@ def compute(model: Path, after: Path, vocabulary: int) -> CaseOutcome:
     batch = documents(vocabulary)
     before, buffers = dict(read_tensors(all_files(model))), buffers_of(lm)
     log_probs, entropy, total = [], [], 0.0
-    numbers = range(len(batch["tokens"]))
-    mbs = [build_micro_batch(batch, [number]) for number in numbers]
-    layers = list(enumerate(decoder_layers(lm)))
-    with layer_capture.recording(layers, mbs, numbers, layer_capture.whole_stream) as pieces:
-        for number, mb in enumerate(mbs):
-            logits = lm(input_ids=mb.input_ids, use_cache=False).logits[0]
-            own, spread = token_values(logits, mb.input_ids[0], batch["response_lengths"][number])
-            loss = (batch["advantages"][number] * own).sum()
-            loss.backward()
-            total += float(loss.detach())
-            log_probs.append(own.detach())
-            entropy.append(spread.detach())
-    activations = {(piece.documents[0], piece.layer, piece.part): piece.values for piece in pieces}
+    for tokens, response, weights in zip(
+        batch["tokens"], batch["response_lengths"], batch["advantages"], strict=True
+    ):
+        logits = lm(input_ids=tokens[None], use_cache=False).logits[0]
+        own, spread = token_values(logits, tokens, response)
+        loss = (weights * own).sum()
+        loss.backward()
+        total += float(loss.detach())
+        log_probs.append(own.detach())
+        entropy.append(spread.detach())
     changed = [p for p in lm.parameters() if p.grad is not None]
     norm = float(torch.stack([p.grad.double().square().sum() for p in changed]).sum().sqrt())
     with torch.no_grad():
@@ -51,7 +45,7 @@ def compute(model: Path, after: Path, vocabulary: int) -> CaseOutcome:
             parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
     lm.save_pretrained(after)
     trained = dict(read_tensors(all_files(after)))
-    return CaseOutcome(log_probs, entropy, total, norm, before, trained, activations, buffers)
+    return CaseOutcome(log_probs, entropy, total, norm, before, trained, buffers)
 
 
 def token_values(logits: Tensor, tokens: Tensor, responses: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from slime.backends.families import COMPUTED_AS
 from slime.utils.models.model_files import check_model
 
 VOCABULARY = 512
@@ -27,31 +26,13 @@ _OF_WEIGHTS = ("config.json", "generation_config.json")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def type_for_megatron_alone(path: str) -> str | None:
-    """Return the model type if only Megatron builds it, and transformers under another name; else None."""
-    file = Path(path) / "config.json"
-    kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
-    return kind if kind == "mimo" else None
-
-
-def retype(folder: Path, copy: Path, model_type: str) -> None:
-    """Copy a model folder under another model type."""
-    shutil.copytree(folder, copy)
-    values = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(values | {"model_type": model_type}))
-
-
 def read_config(path: str) -> Any:
     # Heavy import, only needed here.
     from transformers import CONFIG_MAPPING, AutoConfig
 
     check_model("--hf-checkpoint", path)
     file = Path(path) / "config.json"
-    values = json.loads(file.read_text()) if file.is_file() else {}
-    kind = values.get("model_type")
-    if kind == "mimo":
-        values = {name: value for name, value in values.items() if name not in ("auto_map", "architectures")}
-        return CONFIG_MAPPING[COMPUTED_AS["mimo"]].from_dict(values | {"model_type": COMPUTED_AS["mimo"]})
+    kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
     if kind is not None and kind not in CONFIG_MAPPING:
         raise ValueError(
             f"--hf-checkpoint {path}: this transformers has no model of type {kind!r}, so there is nothing "

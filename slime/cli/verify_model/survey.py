@@ -5,7 +5,6 @@ trainer over packed documents is compared with transformers, which gets one docu
 """
 
 import tempfile
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,33 +112,11 @@ def _message(error: Exception) -> str:
     return (text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")[:160]
 
 
-def summary(rows: Sequence[SurveyRow]) -> str:
-    """Return the survey as Markdown lists by outcome, as docs/model_families.md holds it.
+def survey(kinds: Sequence[str]) -> list[SurveyRow]:
+    """Examine all given types; each row is printed as a line of a Markdown table when it is known.
 
     A family that becomes exact is added to `slime.catalog.families` too, which lets it train.
     """
-    from transformers import __version__
-
-    worst = [max((getattr(r, n) or 0.0 for r in rows), default=0.0) for n in ("log_probs", "gradients")]
-    parts = [
-        f"transformers {__version__}: {len(rows)} types, {sum(r.result == EXACT for r in rows)} exact (the "
-        f"largest difference of a log-prob {worst[0]:.0e}, of a gradient {worst[1]:.0e}, relative to the "
-        "largest value)."
-    ]
-    for how in (PACKED, BY_STATE, PADDED):
-        kinds = [f"`{row.kind}`" for row in rows if row.result == EXACT and row.how == how]
-        parts.append(f"**Exact, {how}** ({len(kinds)}): {', '.join(kinds)}")
-    encoders = [f"`{row.kind}`" for row in rows if families.NO_DECODER in row.note]
-    parts.append(f"**Refused, no decoder** ({len(encoders)}): {', '.join(encoders)}")
-    others = [row for row in rows if row.result != EXACT and families.NO_DECODER not in row.note]
-    notes = "\n".join(f"- `{row.kind}`: {row.result}: {row.note}" for row in others)
-    return "\n\n".join(textwrap.fill(part, 110, break_long_words=False) for part in parts) + (
-        f"\n\n**The others** ({len(others)}):\n\n{notes}" if others else ""
-    )
-
-
-def survey(kinds: Sequence[str]) -> list[SurveyRow]:
-    """Return the rows of all types; each is printed as a line of a Markdown table when it is known."""
     from transformers import __version__
 
     reference.be_quiet()
@@ -153,5 +130,4 @@ def survey(kinds: Sequence[str]) -> list[SurveyRow]:
                 rows.append(examine(kind, Path(folder)))
             cells = " | ".join(cell.replace("|", "/") for cell in rows[-1].cells())
             print(f"| {cells} |", flush=True)
-    print("\n" + summary(rows))
     return rows

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.arguments import Args, default_args
-from slime.backends.base import TrainBackend
-from slime.backends.fsdp import families
-from slime.backends.fsdp.layer_execution import decoder_layers
+from slime.arguments import default_args
 from slime.backends.shared.microbatch import build_micro_batch
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.catalog.backends import BACKENDS
-from slime.cli.verify_model import layer_capture, reference
+from slime.cli.verify_model import reference
 from slime.cli.verify_model.cases import (
     DENOMINATORS,
     LEARNING_RATE,
@@ -94,8 +92,8 @@ def _rank_main(rank: int, job: TrainerJob) -> None:
         outcome = compute(rank, job)
     except BaseException as error:
         # Ranks that wait for this one would report a lost connection; the cause is written first.
-        told = str(error) if isinstance(error, ValueError) else traceback.format_exc(limit=-4)
-        (Path(job.folder) / f"error_{rank}.txt").write_text(told or type(error).__name__)
+        text = str(error) if isinstance(error, ValueError) else traceback.format_exc(limit=-4)
+        (Path(job.folder) / f"error_{rank}.txt").write_text(text or type(error).__name__)
         os._exit(1)
     if rank == 0:
         torch.save(outcome, Path(job.folder) / "outcome.pt")
@@ -104,7 +102,7 @@ def _rank_main(rank: int, job: TrainerJob) -> None:
 
 
 def compute(rank: int, job: TrainerJob) -> CaseOutcome:
-    """Log-probs with activations, one optimizer step, and the weights before and after."""
+    """Compute log-probs and one optimizer step, with the weights before and after it."""
     target = job.target
     create_backend = importlib.import_module(f"slime.backends.{target.backend}").create_backend
     args = default_args(
@@ -126,32 +124,16 @@ def compute(rank: int, job: TrainerJob) -> CaseOutcome:
     half = -(-len(ids) // 2)
     halves = (range(half), range(half, len(ids)))
     mbs = [build_micro_batch(batch, part, {"advantages": batch["advantages"]}) for part in halves if part]
-    layers, share = _layers_of(backend, args)
-    with layer_capture.recording(layers, mbs, ids, share) as pieces:
-        lists = backend.log_probs(mbs, entropy=True)
-    activations = layer_capture.assemble(pieces)
+    lists = backend.log_probs(mbs, entropy=True)
     log_probs, entropy = (_by_document(values, ids) for values in (lists.log_probs, lists.entropy))
     before = _exported(backend)
     stats = backend.train_step(mbs, linear_loss(), DENOMINATORS)
     loss, norm, after = stats.metrics["loss"], stats.grad_norm, _exported(backend)
-    return CaseOutcome(log_probs, entropy, loss, norm, before, after, activations, buffers)
-
-
-def _layers_of(backend: Any, args: Args) -> tuple[list[tuple[int, torch.nn.Module]], layer_capture.Share]:
-    """This rank's decoder layers by number, and which tokens of a micro-batch it computes in them."""
-    if BACKENDS[args.train_backend].trains_transformers_model:
-        lm = backend.model.lm
-        return list(enumerate(decoder_layers(lm))), (
-            layer_capture.whole_stream if families.runs_packed(lm) else layer_capture.padded_batch
-        )
-    chunks = [chunk.module for chunk in backend.model]
-    layers = [(layer.layer_number - 1, layer) for chunk in chunks for layer in chunk.decoder.layers]
-    split = (backend.layout.tp_rank, backend.layout.tp_size) if args.sequence_parallel else (0, 1)
-    return layers, layer_capture.megatron_share(*split)
+    return CaseOutcome(log_probs, entropy, loss, norm, before, after, buffers)
 
 
 def _by_document(values: list[torch.Tensor], ids: list[int]) -> list[torch.Tensor]:
-    """The values of all ranks' documents, in the order of the whole batch."""
+    """Gather the values of all ranks, in the order of the whole batch."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, dict(zip(ids, values, strict=True)))
     found = {number: value for part in gathered for number, value in part.items()}

@@ -1,1 +1,1 @@
-"""A few fixed sentences that trainer and engines score now and then: do they still hold one policy?"""
+"""Periodically scores fixed texts on trainer and engines, to check that both hold the same weights."""

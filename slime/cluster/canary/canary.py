@@ -25,7 +25,7 @@ _REPEAT = 10  # breaches after which the error is logged again
 
 
 class Canary:
-    """`probe`: the ids of the texts, see `probe_tokens`; `interval`: of pushes."""
+    """Compares engines with the trainer after pushes. `probe`: token ids of texts; `interval`: in pushes."""
 
     def __init__(
         self,
@@ -40,26 +40,26 @@ class Canary:
         self._batch = batch_of(probe)
         self._last_good: int | None = None  # the last push after which all agreed
         self._num_breaches = 0
-        self._told_why_not = False
+        self._refusal_logged = False
         self._is_due = False  # no engine served when it was asked for
 
     def after_push(self, number: int) -> dict[str, float]:
-        """The metrics of a comparison, after the first push and then every so many; empty: none was due."""
+        """Return metrics of a comparison, after the first push and at every interval; empty: none was due."""
         if not self._probe or not (self._is_due or number == 1 or number % self._interval == 0):
             return {}
         started = time.monotonic()
         with self._residency.phase(SYNC):
             trainer, tolerance = self._trainer.score(self._batch)
         with self._residency.phase(GENERATE):
-            # Where all engines died in the push, the next that serves is waited for, as by any rollout.
+            # If all engines died in the push, the canary waits for the next one, as any rollout does.
             with waits.waiting("an engine that serves", owner="the canary", deadline_s=_PATIENCE_S) as wait:
                 while not (answers := self._score()) and wait.age_s <= _PATIENCE_S:
                     time.sleep(_LOOK_S)
             self._is_due = not answers  # made up for after the next push
             refused = {name: why for name, why in answers.items() if isinstance(why, str)}
-            if refused and not self._told_why_not:
-                self._told_why_not = True
-                text = "Canary: %s did not score the fixed texts after push %d: %s. It is not compared."
+            if refused and not self._refusal_logged:
+                self._refusal_logged = True
+                text = "Canary: %s did not score the fixed texts after push %d (%s); it is not compared."
                 logger.warning(text, next(iter(refused)), number, next(iter(refused.values())))
             engines = {name: found for name, found in answers.items() if not isinstance(found, str)}
             if not engines:
@@ -91,7 +91,7 @@ class Canary:
         self._num_breaches += 1
 
     def _tensors_apart(self, engine: str) -> str:
-        """A sentence about the tensors that the engine holds otherwise than they were sent."""
+        """Return a sentence about the tensors that differ between an engine and the push."""
         found = self._engines.call_control(EngineWeights.tensors_apart, engine).result()
         if isinstance(found, str):
             return f" Its tensors cannot be compared: {found}."

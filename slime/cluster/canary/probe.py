@@ -1,4 +1,4 @@
-"""The sentences of the canary, and what the pattern of a difference says about its cause."""
+"""The canary's fixed texts, and the diagnosis of a difference from its pattern."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def probe_tokens(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def why_no_canary(args: Args) -> str | None:
-    """Why a run cannot have one; None: it can."""
+    """Return why a run cannot have a canary; None: it can."""
     if not args.canary_interval:
         return "--canary-interval is 0"
     if args.use_routing_replay or args.use_rollout_routing_replay:
@@ -61,7 +61,7 @@ def batch_of(probe: Sequence[Sequence[int]]) -> RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one engine and the trainer said. `gaps`: trainer - engine, of each text and token.
+    """Log-probs of one engine and of the trainer. `gaps`: trainer - engine, of each text and token.
 
     Example: Reading("engine-0", [[0.0, 0.01], [0.0, -0.02, 0.9]]): the last token of the second text differs.
     """
@@ -92,7 +92,7 @@ def compare(trainer: LogProbs, engines: Mapping[str, LogProbs]) -> list[Reading]
 
 
 def pattern_of(reading: Reading, tolerance: float) -> str:
-    """What the places of the differences point at, as a sentence."""
+    """Return the likely cause of differences, judged by their places, as a sentence."""
     texts = [[not abs(gap) <= tolerance for gap in text] for text in reading.gaps]  # NaN is apart, too
     firsts = [(apart.index(True), apart) for apart in texts if any(apart)]
     if firsts and all(first >= _AGREE_FIRST and _share(apart[first:]) >= _SHARE for first, apart in firsts):
@@ -114,7 +114,7 @@ def _share(apart: Sequence[bool]) -> float:
 def diagnose(
     reading: Reading, tolerance: float, version: int, last_good: int | None, others_agree: bool
 ) -> str:
-    """What is wrong, without what only a comparison of tensors can say."""
+    """Return a diagnosis from log-probs alone; only a comparison of tensors can say more."""
     since = (
         f"They agreed after push {last_good}: a push since then, at the latest {version}, did not bring what "
         "the trainer holds."

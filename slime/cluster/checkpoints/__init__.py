@@ -1,1 +1,1 @@
-"""What a run keeps: checkpoints, rollouts in flight, exported models, and what a restart takes up again."""
+"""State that a run saves (checkpoints, rollouts in flight, exported models) and restores when it resumes."""

@@ -1,12 +1,12 @@
-"""A checkpoint is one transaction: trainer, rollout state and manifest in one folder, complete by one rename.
+"""Writes checkpoints atomically: trainer, rollout state and manifest in one folder, published by a rename.
 
     <save>/step_0000007/manifest.json   format, rollout id, weight version, run id, checksums of all files
                         rollout.msgpack    cursor of the trained batch: data source, buffer, counters
-                        in_flight.msgpack  the next rollout, if it was being made meanwhile (train_async.py)
+                        in_flight.msgpack  the next rollout, if it was being generated (train_async.py)
                         trainer/           weights, optimizer, schedule, RNG (torch distributed checkpoint)
 
-A folder that ends in .tmp was interrupted, one that ends in .aside was replaced by a run that went on from an
-earlier step; neither is ever read. Each rank takes the checksums of what it wrote, when it is written.
+A folder that ends in .tmp was interrupted; one that ends in .aside was replaced by a run that resumed from an
+earlier step; neither is ever read. Each rank computes checksums of the files that it has written.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _set_aside(folder: Path, rollout_id: int) -> None:
         if step >= rollout_id:
             names = (f"{path.name}{number}.aside" for number in ("", *(f".{n}" for n in range(2, 1000))))
             target = next(place for place in map(path.with_name, names) if not place.exists())
-            logger.warning("%s is not of this run and was renamed to %s.", path, target.name)
+            logger.warning("Checkpoint %s is not of this run and was renamed to %s.", path, target.name)
             path.rename(target)
 
 
@@ -196,4 +196,4 @@ def _remove_older(folder: Path, keep_last: int) -> None:
             damage = [str(error)]
         num_whole += not damage
         if damage:
-            logger.warning("%s is damaged (%s): it does not count for --keep-last-n", path, damage[0])
+            logger.warning("Checkpoint %s is damaged (%s): --keep-last-n does not count it.", path, damage[0])

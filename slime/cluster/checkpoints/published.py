@@ -1,7 +1,8 @@
-"""Models that a run wrote as Hugging Face folders: each gets a card, and goes to the hub where asked."""
+"""Publishes the Hugging Face folders of a run: writes model cards, and uploads to the hub on request."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from slime.arguments.core.draft import DEFAULT
 from slime.catalog.datasets import HUB, hub_parts
 from slime.catalog.metrics import is_eval_score
 from slime.observability.tracking import read_metrics
-from slime.runtime.base import Future, in_background
+from slime.runtime.base import in_background
 from slime.utils.files.run_file import LAST_MODEL, name_of_run, read_run
 
 logger = logging.getLogger(__name__)
@@ -26,12 +27,11 @@ _PUSH_DEADLINE_S = 3600.0
 
 
 class Models:
-    """One for a run. What goes wrong here never ends it: the folder stays, and the log says what to do."""
+    """Publishes the models of one run. Failures never end the run: they are logged, and the folder stays."""
 
     def __init__(self, args: Args, run_dir: Path):
         self._args, self._run_dir = args, run_dir
-        self._push: tuple[Path, Future[None]] | None = None  # the last that was begun
-        self._newest: tuple[Path, int] | None = None  # not begun yet
+        self._push: concurrent.futures.Future[None] | None = None  # of the last model
 
     def made(self, folder: Path, rollout_id: int) -> None:
         """Give the model in `folder` its card, make RUN/model a link to it, and upload it where asked."""
@@ -44,7 +44,7 @@ class Models:
         try:
             (folder / CARD).write_text(model_card(self._args, self._run_dir, rollout_id), encoding="utf-8")
         except (OSError, ValueError) as error:
-            logger.warning("the model card of %s was not written: %s", folder, error)
+            logger.warning("The model card of %s was not written: %s", folder, error)
 
     def link(self, folder: Path) -> None:
         """Make RUN/model point at the last model, so that the next command needs no number."""
@@ -52,7 +52,9 @@ class Models:
         if link.resolve() == folder.resolve():
             return
         if link.exists() and not link.is_symlink():
-            logger.warning("%s is not a link of this run and stays; the last model is in %s", link, folder)
+            logger.warning(
+                "%s is no link of this run, so it was not changed; the last model is in %s", link, folder
+            )
             return
         inside = folder.resolve().is_relative_to(self._run_dir.resolve())  # such a link survives a move
         target = os.path.relpath(folder.resolve(), self._run_dir.resolve()) if inside else folder.resolve()
@@ -62,39 +64,32 @@ class Models:
             temporary.symlink_to(target)
             temporary.replace(link)
         except OSError as error:
-            logger.warning("%s was not made a link to %s: %s", link, folder, error)
+            logger.warning("The link %s to %s was not created: %s", link, folder, error)
 
     def push(self, folder: Path, rollout_id: int) -> None:
-        """Start an upload to the hub, where --push-to-hub asks for it; training continues meanwhile."""
+        """Start an upload to the hub if --push-to-hub is set; training continues meanwhile."""
         if self._args.push_to_hub is not None:
-            self._newest = folder, rollout_id
-            if self._push is None or self._push[1].done():
-                self._upload_newest()
+            before = self._push
+            self._push = in_background(lambda: self._upload(folder, rollout_id, before), "push-to-hub")
 
     def finish(self) -> None:
-        """The last model is on the hub, or the log says why not."""
-        self._await()
-        self._upload_newest()
-        self._await()
+        """Wait until the last model is on the hub; a failure is logged."""
+        if self._push is not None:
+            _, running = concurrent.futures.wait([self._push], _PUSH_DEADLINE_S)
+            if running:
+                logger.warning("--push-to-hub is not done after %.0f s; it is given up", _PUSH_DEADLINE_S)
 
-    def _upload_newest(self) -> None:
-        if self._newest is not None:
-            self._await()
-            (folder, rollout_id), self._newest = self._newest, None
-            self._push = folder, in_background(lambda: _upload(self._args, folder, rollout_id), "push-to-hub")
-
-    def _await(self) -> None:
-        if self._push is None:
-            return
-        (folder, push), self._push = self._push, None
+    def _upload(self, folder: Path, rollout_id: int, before: concurrent.futures.Future[None] | None) -> None:
+        if before is not None:
+            before.result()
         repository = self._args.push_to_hub
         try:
-            push.result(_PUSH_DEADLINE_S)
-            logger.info("%s is on the hub as %s", folder, repository)
+            _upload(self._args, folder, rollout_id)
+            logger.info("Uploaded %s to the hub as %s.", folder, repository)
         except Exception as error:  # of the network, the hub, the disk: the run has its model all the same
             said = str(error).strip().partition("\n")[0][:300]
             logger.warning(
-                "--push-to-hub %s failed (%s: %s); the model is in %s: hf upload %s %s",
+                "--push-to-hub %s failed (%s: %s); the model is in %s. To upload it: hf upload %s %s",
                 *(repository, type(error).__name__, said, folder, repository, folder),
             )
 
@@ -110,7 +105,7 @@ def _upload(args: Args, folder: Path, rollout_id: int) -> None:
 
 
 def model_card(args: Args, run_dir: Path, rollout_id: int) -> str:
-    """What the model is, how it was made, and what the run measured on the way."""
+    """Return the model card: the model, its training settings, and the metrics of the run."""
     record = read_run(run_dir)
     sources = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data or []
     base, name = str(args.hf_checkpoint), args.push_to_hub or name_of_run(run_dir)

@@ -37,7 +37,9 @@ def verify_checkpoint(
     if checkpoint is None:
         return checkpoint
     if checkpoint.manifest.files is None:
-        logger.warning("%s has no checksums (an older slime wrote it): it is not verified.", checkpoint.path)
+        logger.warning(
+            "Checkpoint %s has no checksums (an older slime wrote it) and is not verified.", checkpoint.path
+        )
     started = time.monotonic()
     found = resolve_load(
         args.load,
@@ -53,7 +55,7 @@ def verify_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run starts or resumes. `restored`: rollouts that were complete before, by number."""
+    """The point at which a run starts or resumes. `restored`: earlier complete rollouts, by number."""
 
     rollout_id: int
     resume: Resume
@@ -88,13 +90,13 @@ def find_resume_point(args: Args, run: Run, checkpoint: StepFolder | None, overl
 
 
 def write_in_flight(folder: Path, rollout_id: int, future: Future[Generated] | None) -> None:
-    """Wait for rollout `rollout_id` and put it into a checkpoint. `future` None: nothing is being made."""
+    """Wait for rollout `rollout_id` and save it in a checkpoint. `future` None: no rollout is in flight."""
     if future is None:
         return
     try:
         generated = future.result()
     except Exception as error:  # raised where the loop asks for the batch; what was trained before is saved
-        logger.warning("rollout %d failed (%s): the checkpoint is written without it", rollout_id, error)
+        logger.warning("Rollout %d failed (%s): the checkpoint is written without it.", rollout_id, error)
         return
     try:
         write_state({"rollout_id": rollout_id, **plain_of(generated)}, folder / IN_FLIGHT)
@@ -103,14 +105,14 @@ def write_in_flight(folder: Path, rollout_id: int, future: Future[Generated] | N
 
 
 def read_in_flight(checkpoint: StepFolder) -> Generated | None:
-    """The batch of the rollout after the checkpoint's; None: it holds none."""
+    """Return the batch of the rollout that was in flight; None: the checkpoint holds none."""
     path = checkpoint.path / IN_FLIGHT
     if not (path.is_file() or path.with_suffix(".pt").is_file()):
         return None
     data = read_state(path)
     if data.pop("rollout_id") != checkpoint.manifest.rollout_id + 1:
         raise ValueError(
-            f"{path} is not of the rollout after that of its checkpoint: restore it, or remove that file."
+            f"{path} does not belong to the rollout after its checkpoint: restore it, or remove that file."
         )
     return Generated(**data)
 
@@ -138,4 +140,6 @@ def report_differences(
     if overlapped and args.rollout_function_path.endswith(_FULLY_ASYNC) and not args.deterministic_mode:
         reasons += ["groups that were in flight in the pool start again"]
     for reason in reasons:
-        logger.warning("resumed, but not bit for bit the same run (newer weights generate): %s.", reason)
+        logger.warning(
+            "The resumed run will differ from an uninterrupted one (newer weights generate): %s.", reason
+        )

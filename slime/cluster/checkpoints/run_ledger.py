@@ -1,7 +1,7 @@
 """Restores from the ledger the rollouts that were complete when a run was killed.
 
-The record of the run holds their batches, so that a lost step is taken again on the same batch, whatever made
-it and in whatever order its groups were admitted.
+The run's record holds their batches, so that a lost step is repeated on the same batch, whichever loop and
+order of groups had produced it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF_NO_SAMPLE = """
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a start begins: after step `committed`, with complete rollouts to `last_made` (both -1: anew)."""
+    """The point of resuming: after step `committed`, with rollouts to `last_made` (both -1: a new run)."""
 
     settings: str  # digest of what samples depend on
     committed: int = -1
@@ -51,7 +51,7 @@ def settings_digest(args: Args, *, overlapped: bool) -> str:
 
 
 def find_resume(args: Args, run: Run, committed: int, *, overlapped: bool) -> Resume:
-    """What follows a step in the ledger of the run's folder; nothing, where one goes back on purpose."""
+    """Return what the run's ledger has after a step; nothing, if the user goes back on purpose."""
     settings = settings_digest(args, overlapped=overlapped)
     made: dict[int, dict[str, Any]] = {}
     if run.num_starts > 1 and args.ckpt_step is None and not args.finetune and args.record_max_mib:
@@ -61,7 +61,7 @@ def find_resume(args: Args, run: Run, committed: int, *, overlapped: bool) -> Re
             # Up to the first whose data source keeps its own state: that state is of the checkpoint.
             made = dict(itertools.takewhile(lambda pair: pair[1]["cursor"] is not None, found))
         except (RecordError, ValueError) as error:
-            text = "No rollout is restored from the ledger; lost rollouts are generated again: %s"
+            text = "No rollout can be restored from the ledger (%s); lost rollouts are generated again."
             logger.warning(text, error)
     if made:
         first, last = min(made), max(made)
@@ -72,7 +72,7 @@ def find_resume(args: Args, run: Run, committed: int, *, overlapped: bool) -> Re
 
 
 def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> Ledger | None:
-    """The ledger of a run that starts, with what an earlier start finished; None where it keeps no record."""
+    """Open the run's ledger with the samples that an earlier start finished; None if it keeps no record."""
     if recording.writer is None:
         return None
     known = {}
@@ -82,7 +82,7 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
                 known = reader.finished_entries(resume.settings)
         except RecordError as error:
             logger.warning(
-                "No sample is restored from the ledger; unfinished groups are generated again: %s", error
+                "No sample can be restored from the ledger (%s); unfinished groups are repeated.", error
             )
     pool = args.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION
     ledger = Ledger(
@@ -97,7 +97,7 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
 
 
 def was_evaluated(run: Run, rollout_id: int) -> bool:
-    """Whether the evaluation after a step is complete; True also where no ledger tells."""
+    """Return whether the evaluation after a step is complete; also True if there is no ledger."""
     try:
         with LedgerReader(run.run_dir / RECORD_FILE) as reader:
             return reader.is_evaluated(rollout_id)

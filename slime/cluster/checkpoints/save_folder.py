@@ -1,4 +1,4 @@
-"""The folder of `--save`: found usable before anything starts, kept for one run, named when it fills up."""
+"""Checks the folder of `--save` before the start, reserves it for one run, and reports when it fills up."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def prepare_folder(flag: str, folder: Path, needed_bytes: int = 0) -> None:
 
 @contextlib.contextmanager
 def naming_disk_errors(flag: str, folder: Path, rollout_id: int) -> Iterator[None]:
-    """What a disk did to a checkpoint becomes one message, whoever wrote: a rank, a library, this process."""
+    """Turn disk errors while a checkpoint is written into one message, whichever process or library wrote."""
     try:
         yield
     except RunStopped:
@@ -126,7 +126,7 @@ def _written_folders(args: Args) -> dict[str, Path]:
 
 
 def disk_error(error: BaseException, folder: Path) -> str | None:
-    """What the disk did, if it is the cause of an error; None: it is not known to be."""
+    """Describe what the disk did, if it caused the error; None: it is not known to be the cause."""
     found = _find_os_error(error, _DISK_ERRORS)
     if found is None and _is_full(folder):
         found = _FULL
@@ -167,7 +167,7 @@ def _why(error: OSError) -> str:
 
 
 def check_folders(args: Args) -> Iterator[Finding]:
-    """Why a run with these settings would not get its folders; nothing is written to find out."""
+    """Report why a run with these settings could not use its folders, without writing anything."""
     run_dir, save = Path(args.run_dir), Path(args.save or "")
     looks: list[tuple[str, Callable[[], object]]] = [
         ("--run-dir", lambda: _refuse_unwritable("--run-dir", run_dir)),
@@ -199,7 +199,7 @@ def check_folders(args: Args) -> Iterator[Finding]:
 
 
 def _refuse_load(args: Args) -> None:
-    """Why --load cannot be resumed: it holds no checkpoint, or files that define its run have changed."""
+    """Raise if --load cannot be resumed: it holds no checkpoint, or files that define its run changed."""
     checkpoint = resolve_load(args.load, args.save, args.ckpt_step)
     with contextlib.suppress(FolderTaken):  # which is reported of --run-dir
         if args.load is not None:
@@ -227,8 +227,8 @@ def _refuse_others(args: Args) -> None:
         found = ", ".join(map(str, sorted(steps)[-3:]))
         hint = "without --finetune" if args.finetune else f"with --load {args.save}"
         raise FolderTaken(
-            f"--save {args.save} holds checkpoints of an earlier run (the last are of rollouts {found}): go "
-            f"on with it {hint}, or give another folder."
+            f"--save {args.save} holds checkpoints of an earlier run (the last are of rollouts {found}): "
+            f"resume it {hint}, or give another folder."
         )
 
 
@@ -247,12 +247,12 @@ def _refuse_other_models(args: Args) -> None:
             continue
         held = "holds a model that this run did not write" if has_model else "holds no model"
         raise FolderTaken(
-            f"--save-hf {path} is there and {held}: saving would replace it; give another name, or remove it."
+            f"--save-hf {path} exists and {held}: saving would replace it; give another name, or remove it."
         )
 
 
 def _is_resumed(args: Args) -> bool:
-    """Whether models of an earlier start are its own: this run continues its checkpoints or its folder."""
+    """Return whether this run continues an earlier one, whose exported models it may then replace."""
     if same_folder(args.load, args.save) and step_folders(args.load or "") and not args.finetune:
         return True
     with contextlib.suppress(FolderTaken):  # which is reported where the run folder is opened
@@ -262,7 +262,7 @@ def _is_resumed(args: Args) -> bool:
 
 
 def _least_bytes(args: Args) -> int:
-    """What a checkpoint takes at the very least: the model's weights, and as much for each moment of Adam.
+    """Return the minimal size of a checkpoint: the model's weights, and as much for each moment of Adam.
 
     0: not known. FSDP keeps weights in fp32, so it is usually twice that; Megatron may keep them in 16 bits.
     """

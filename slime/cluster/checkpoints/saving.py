@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a run. Each is one transaction, which the ranks may finish in the background."""
+"""Writes the checkpoints of a run; trainer ranks may finish writing one in the background."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class Saver:
         *,
         wait: bool,
     ) -> float:
-        """One transaction: the cursor of the batch that was trained, and the next rollout if it is in flight.
+        """Save a checkpoint: the data cursor of the trained batch, and the next rollout if it is in flight.
 
-        The trainer's part is written first, while that rollout is being made. `wait` False: ranks may go on
-        writing after this returns. Returns the seconds it took, without the wait for generation.
+        The trainer's part is written first, while that rollout is generated. If `wait` is False, ranks may
+        still write when this returns. Returns the seconds it took, without the wait for generation.
         """
         started, rollout_id = time.monotonic(), manifest.rollout_id
         if self._folder is None:
@@ -112,7 +112,7 @@ class Saver:
         self._needed_bytes = sum(record.num_bytes for record in (checkpoint.manifest.files or {}).values())
 
     def _hf_inside(self, staged: StagedCheckpoint) -> Path | None:
-        """Where in the checkpoint's own folder the Hugging Face folder lies; None: it does not."""
+        """Return the Hugging Face folder inside the checkpoint's own folder; None: it lies elsewhere."""
         path, final = self._hf_path(staged.rollout_id), staged.final.resolve()
         return path.relative_to(final) if path is not None and path.is_relative_to(final) else None
 

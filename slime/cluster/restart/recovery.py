@@ -15,7 +15,7 @@ import torch.distributed as dist
 from slime.cluster.restart.replay import ReplayLog, SafeState, UnreadableState
 from slime.cluster.training.train_group import RankProcesses, TrainerLost
 from slime.liveness import phases
-from slime.runtime.base import FailFastFuture, Future, P, R, Runtime
+from slime.runtime.base import Future, P, R, Runtime, result_or_failure
 from slime.utils.errors import RunStopped
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _SIGNS = re.compile(
 
 @dataclass(slots=True)
 class _Budget:
-    """`limit`: restarts without a new step in between."""
+    """Counts restarts of the trainer. `limit`: restarts without a new step in between."""
 
     limit: int
     causes: list[str] = field(default_factory=list)  # since the last new step
@@ -138,7 +138,7 @@ class Recovery:
             started = time.monotonic()
             self._restore_safe()
             self._replay.run()
-        logger.info("The trainer is restarted and back where it was (%.1f s).", time.monotonic() - started)
+        logger.info("The trainer has restarted and caught up (%.1f s).", time.monotonic() - started)
 
     def _restore_safe(self) -> None:
         """Go back to the newest state that can be read."""
@@ -151,7 +151,7 @@ class Recovery:
                 if older is None:
                     raise RunStopped(
                         f"the trainer was lost ({self.cause}) and cannot restart from {damaged}: {error}; "
-                        "run this command again: it takes the checkpoint before it."
+                        "run this command again: it resumes from the checkpoint before."
                     ) from error
                 logger.error(
                     "%s cannot be read (%s): the trainer starts from %s instead", damaged, error, older
@@ -160,7 +160,7 @@ class Recovery:
 
 
 class GuardedFuture(Generic[R]):
-    """The result of another process than the trainer's: a lost rank does not end the wait for it."""
+    """A result from another process than the trainer's; the loss of a rank does not end the wait for it."""
 
     def __init__(self, inner: Future[R], recovery: Recovery, rollout_id: int):
         self._inner, self._recovery, self._rollout_id = inner, recovery, rollout_id
@@ -169,9 +169,10 @@ class GuardedFuture(Generic[R]):
         return self._inner.done()
 
     def result(self, deadline_s: float | None = None, /) -> R:
+        assert deadline_s is None, "a rollout may take as long as it needs"
         while True:
             try:
-                return FailFastFuture(self._inner, self._recovery.failure).result(deadline_s)
+                return result_or_failure(self._inner, self._recovery.failure)
             except Exception as error:
                 self._recovery.handle_loss(error, self._rollout_id)
 

@@ -1,7 +1,7 @@
-"""Records what the trainer did since its last safe state, so that new ranks can do it again.
+"""Records the operations of the trainer since its last safe state, so that new ranks can replay them.
 
-A restart is invisible to the rest of the run: rollouts, engines and the loop stay where they are, and new
-ranks take exactly the steps that were lost, on the same batches, with the same weight versions between them.
+A restart is invisible to the rest of the run: rollouts, engines and the loop keep their state, and new
+ranks repeat exactly the lost steps, on the same batches, with the same weight versions between them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MOST_BYTES = 1 << 30  # of batches in memory
 
 
 class UnreadableState(Exception):
-    """The state that new ranks were to load is damaged; the message names file and reason."""
+    """The state that new ranks should load is damaged; the message names file and reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SafeState:
-    """What new ranks load: a folder (None: the initial weights), and what the folder does not hold.
+    """State that new ranks load: a folder (None: the initial weights), and facts that are not in the folder.
 
     `rollout_id`: the last rollout trained in it; -1: none. `settings`: settings changed by then.
     `copied`: the files of a copy in memory; None: a checkpoint on disk, or the initial weights.
@@ -97,9 +97,9 @@ class KeptBatches:
 class ReplayLog:
     """The driver's list of operations since a safe state, and the batches they need.
 
-    Safe states in memory follow the last one on disk: where one cannot be read, the one before it is used.
-    `is_on` False: nothing is ever replayed. `num_states`: keep at most this many of the newest states, where
-    earlier batches are gone.
+    Safe states in memory follow the last one on disk; if one cannot be read, the previous one is used.
+    `is_on` False: nothing is ever replayed. `num_states`: keep at most this many of the newest states, if
+    earlier batches are no longer available.
     """
 
     def __init__(

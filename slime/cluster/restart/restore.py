@@ -1,9 +1,9 @@
-"""Brings a lost trainer back: finds machines for its ranks, checks the state and loads it.
+"""Restores a lost trainer: finds machines for its ranks, verifies a saved state and loads it.
 
-Peer copies are such states in the shared memory of the machines, which outlives the ranks' processes, so that
+Peer copies are states in the shared memory of the machines, which outlives the ranks' processes, so that
 a dead rank costs one step. They have the content of a checkpoint on disk and are written by the same code.
-Two folders take turns: the previous copy stays whole until all ranks have written the next. With ranks on
-several machines, each also holds what the one before it wrote, so that one machine can be lost.
+Two folders alternate: the previous copy stays complete until all ranks have written the next one. If ranks
+run on several machines, each machine also holds its neighbour's copy, so that one machine can be lost.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Restorer:
 class TrainerRelease:
     """Ends the ranks while engines generate (--release-train). `checkpoint`: what the run starts from.
 
-    Nothing is lost on the way: weights, optimizer, schedule and random state are in the checkpoint of the
-    rollout before, which is complete before the processes end; the rest is `Memory`.
+    Nothing is lost: weights, optimizer, schedule and random state are in the checkpoint of the previous
+    rollout, which is complete before the processes end; the rest is in `Memory`.
     """
 
     def __init__(self, restorer: Restorer, checkpoint: Path | None):

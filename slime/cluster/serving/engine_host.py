@@ -1,8 +1,7 @@
-"""An engine of ours wherever it runs: the object that owns its process lives on the machine of its devices.
+"""Controls an engine from anywhere: the owner of its process lives on the machine of its devices.
 
-That object is an `EngineServer`, placed by the runtime: in this process, or in an actor on another machine.
-It chooses the port, writes and reads the log and ends the process there; only answers travel. An engine ends
-with its owner.
+The owner is an `EngineServer`, placed by the runtime: in this process, or in an actor on another machine.
+It chooses the port, writes and reads the log and ends the process there. An engine ends with its owner.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from slime.engines.engine_process import EngineServer, EngineStartError, LaunchPlan, MachineLost, Serving
+from slime.engines.engine_process import EngineServer, LaunchPlan, MachineLost, Serving
 from slime.liveness import waits
 from slime.liveness.vital_signs import Signs
 from slime.runtime.base import Future, Handle, Runtime, WorkerSpec
 from slime.utils import http_utils
-from slime.utils.errors import WorkerDied
+from slime.utils.errors import RunStopped, WorkerDied
 from slime.wire.protocol import EngineInfo
 
 _STOP_DEADLINE_S = 120.0
@@ -23,9 +22,9 @@ _SIGNS_DEADLINE_S = 5.0
 
 
 class HostedEngine:
-    """Represents an engine in a fleet. `own`: places an owner for a port (0: any), again when one is lost.
+    """An engine in a fleet, wherever it runs. `own`: starts an owner on a port (0: any), again after a loss.
 
-    `answer_s`: how long its host may take to start the owner, and to answer.
+    `answer_s`: time limit for the host to start the owner, and for each of the owner's replies.
     """
 
     def __init__(self, plan: LaunchPlan, own: Callable[[int], Handle[EngineServer]], answer_s: float):
@@ -53,13 +52,16 @@ class HostedEngine:
         return tuple(name for name in info.transports if reach or not name.endswith("shared_memory"))
 
     def launch(self) -> None:
-        if self._end is not None and self._owner_is_lost():
-            self._owner.kill()  # one that only keeps silent still has the engine, and its port
-            self._owner = self._own(self._serving.port)
+        if self._end is not None:
+            try:
+                self._end.result(self._answer_s)
+            except WorkerDied:
+                self._owner.kill()  # one that only keeps silent still has the engine, and its port
+                self._owner = self._own(self._serving.port)
         try:
             self._owner.call(EngineServer.launch).result(self._answer_s)
         except waits.WaitTimeout as error:
-            raise EngineStartError(
+            raise RunStopped(
                 f"{self.plan.name}: its host {self.plan.host} did not start a process within "
                 f"{self._answer_s:g} s; a host that loads Python from a cold network file system may need "
                 "more: raise --timeouts host"
@@ -96,16 +98,6 @@ class HostedEngine:
             return self._end.result(self._answer_s)
         except WorkerDied as error:
             return f"went with the process that owned it: {error}"
-
-    def dump_stacks(self) -> None:
-        self._owner.call_control(EngineServer.dump_stacks).result(_SIGNS_DEADLINE_S)
-
-    def _owner_is_lost(self) -> bool:
-        try:
-            self._owner.call_control(EngineServer.is_there).result(self._answer_s)
-        except WorkerDied:
-            return True
-        return False
 
     def kill(self) -> None:
         with contextlib.suppress(WorkerDied):

@@ -1,4 +1,4 @@
-"""All models that a run serves: the policy, which gets the trainer's weights, and frozen ones beside it."""
+"""Serves all models of a run: the policy, which receives the trainer's weights, and frozen models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class EnginePlane:
-    """Engines start when this is made; `connect` waits for them."""
+    """All engines of a run. The constructor starts them; `connect` waits until they are ready."""
 
     def __init__(self, args: Args, run_: Run, placement: Placement, runtime: Runtime):
         self._args, self._run = args, run_
@@ -119,10 +119,6 @@ class EnginePlane:
         with self._fleet.frozen() as urls:
             answers = run(ask(urls))
         return max((answer for answer in answers if isinstance(answer, float)), default=0.0)
-
-    def dump_stacks(self) -> None:
-        for service in self._services:
-            service.fleet.dump_stacks()
 
     def close(self) -> None:
         for service in self._services:

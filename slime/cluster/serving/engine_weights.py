@@ -1,6 +1,6 @@
-"""Brings the policy's engines to a weight version, and decides which parts of their memory they hold.
+"""Updates the policy's engines to a weight version, and offloads and restores their memory.
 
-For a new version, engines pause, take the weights, are checked and continue. `receive` takes a bundle that
+For a new version, engines pause, load the weights, are verified and resume. `receive` takes a bundle that
 engines fetch. A live push is `begin_live`, the transfer from the trainer, `finish_live`, and then `receive`
 again with the copy for engines that failed or come late.
 """
@@ -25,7 +25,7 @@ from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
 from slime.weight_sync.base import LiveReport, Target, WeightBundle, check_receipt
 from slime.weight_sync.transports import transport_of
-from slime.weight_sync.verify import check_replicas
+from slime.weight_sync.verify import differing
 from slime.wire.control import EngineControl, NoChecksums, PauseMode, Tag
 from slime.wire.protocol import ADAPTER_NAME, EngineInfo
 
@@ -42,7 +42,7 @@ Act = Callable[[str, EngineInfo], Coroutine[Any, Any, None]]  # on the engine wi
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One engine as long as its process lives: what it is, and where."""
+    """Identity and devices of one engine process."""
 
     info: EngineInfo
     life: int
@@ -50,7 +50,10 @@ class Member:
 
 
 class EngineWeights:
-    """One push at a time; no engine joins within one. `gpu_ids`: trainer ranks on each engine's devices."""
+    """Weights and memory of the policy's engines. `gpu_ids`: trainer ranks on each engine's devices.
+
+    There is one push at a time, and no engine joins during a push.
+    """
 
     def __init__(self, args: Args, shm_prefix: str, gpu_ids: tuple[tuple[int, ...], ...], fleet: EngineFleet):
         self._args, self._shm_prefix, self._gpu_ids, self._fleet = args, shm_prefix, gpu_ids, fleet
@@ -65,7 +68,7 @@ class EngineWeights:
 
     @property
     def version(self) -> str | None:
-        """What the engines were last brought to; None: nothing was pushed yet."""
+        """Weight version of the last push to the engines; None before the first push."""
         return self.bundle.version if self.bundle is not None else None
 
     def info(self, url: str) -> EngineInfo:
@@ -199,14 +202,14 @@ class EngineWeights:
                 return
             held = await control.version()
             if held != version:
-                raise RuntimeError(f"engine {url} says it holds weights {held} after {version} was sent")
+                raise RuntimeError(f"engine {url} reports weights {held} after {version} was sent")
             await control.resume()
 
         urls = [target.url for target in targets]
         failures = self._on_each(urls, end)
         self._current = {url for url in urls if url not in report.failures and self._fleet.is_alive(url)}
         for url, why in report.failures.items():
-            logger.warning("engine %s was not reached by weights %s: %s", url, version, why)
+            logger.warning("Engine %s did not receive weights %s: %s", url, version, why)
         return {
             "perf/update_weights_engine_time": time.monotonic() - started,
             "perf/engines_missed": len(report.failures),
@@ -234,10 +237,10 @@ class EngineWeights:
     # -- verification
 
     def note_loaded(self) -> None:
-        """Called before the first push where the trainer begins with the model that engines have loaded.
+        """Note checksums before the first push, if the trainer starts with the model of the engines.
 
-        That push is then proven by their checksums, see `loaded_weights`; for an engine that cannot be asked,
-        or must not be overwritten, by a load from files.
+        The first push is then verified by their checksums, see `loaded_weights`. An engine that reports none,
+        or must not be overwritten, is verified by a load from files.
         """
 
         async def note(url: str, info: EngineInfo) -> None:
@@ -246,14 +249,14 @@ class EngineWeights:
             try:
                 await self._loaded.note(self._key(url), self._control(url))
             except (HttpError, NoChecksums) as error:
-                logger.info("the first push to %s will be compared with files: %s", url, error)
+                logger.info("The first push to engine %s will be compared with files: %s", url, error)
 
         with self._fleet.frozen() as urls:
             if self.bundle is None:
                 self._on_each(urls, note)
 
     def _check_deeply(self, bundle: WeightBundle, urls: list[str]) -> int:
-        """Compares the engines' checksums; at first also with a load from files. Evicts who differs."""
+        """Compare the engines' checksums, after the first push also with files; evict engines that differ."""
         first, interval = self._num_pushes == 0, self._args.weight_checksum_interval
         if not urls or not (first or (interval and self._num_pushes % interval == 0)):
             return 0
@@ -261,16 +264,15 @@ class EngineWeights:
         known = {url: held for url, held in zip(urls, sums, strict=True) if isinstance(held, Mapping)}
         apart = {url: self._loaded.apart(self._key(url), known.get(url, {})) for url in urls}
         if not known:
-            logger.warning("weights are not compared over engines: %s", sums[0])
+            logger.warning("The weights of the engines are not compared with each other: %s", sums[0])
             return self._evict_overwritten(apart)
         proven = [url for url in known if apart[url] == []]
         reference = next(iter([*proven, *known]))
         failures = 0
         for url, held in known.items():
-            try:
-                check_replicas({reference: known[reference], url: held})
-            except RuntimeError as error:
-                self._fleet.evict(url, error)
+            if names := differing(known[reference], held):
+                apart_from = f"engines {reference} and {url} hold different weights in {len(names)} tensors"
+                self._fleet.evict(url, RuntimeError(f"{apart_from}: {names[:8]}"))
                 failures += 1
         if first and not proven and not self.info(reference).dialect.compares_manifests:
             failures += self._on_each([reference], self._compare_paused(bundle))
@@ -285,7 +287,7 @@ class EngineWeights:
         return len(left)
 
     def score(self, probe: list[list[int]]) -> dict[str, list[list[float]] | str]:
-        """For each engine, the log-probs of each text, or why it does not tell them."""
+        """For each engine, the log-probs of each text, or why it does not report them."""
         extra = {"lora_path": ADAPTER_NAME} if self._args.lora_sync == "adapter" else {}
 
         async def score(url: str) -> list[list[float]]:

@@ -1,11 +1,10 @@
-"""Proof of the first push by what engines loaded themselves, where the trainer begins with the same model.
+"""Verifies the first push against the weights that engines loaded themselves from the same model.
 
-Once engines have loaded it, and while the trainer does, their checksums are noted. Before the first push
-their weights are overwritten with noise. An engine that has the noted checksums again afterwards got every
-tensor by the push, and holds it as its own loader makes it of the files: without a file written or read.
+Once engines have loaded the model, their checksums are noted. Before the first push, their weights are
+overwritten with noise. An engine that has the noted checksums again after the push received every tensor
+in the form that its own loader produces, and no file was written or read for this proof.
 
-Not covered: what engines do not tell checksums of, such as tables of positions, which they do not overwrite
-either.
+Not covered are tensors without checksums, such as tables of positions, which are not overwritten either.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ LifeKey = tuple[str, int]  # the address of an engine, and which of its processe
 
 
 class LoadedWeights:
-    """The checksums of engines before anything was pushed to them."""
+    """Checksums of the weights that engines loaded themselves, before the first push."""
 
     def __init__(self) -> None:
         self._noted: dict[LifeKey, Mapping[str, str]] = {}
@@ -53,15 +52,15 @@ class LoadedWeights:
         self._noted[key] = await control.checksums()
 
     async def overwrite(self, key: LifeKey, control: EngineControl) -> None:
-        """Called on a paused engine: what the push leaves out cannot pass for what it brought. Else no-op."""
+        """Overwrite a paused engine's weights with noise, so that a tensor that the push omits is noticed."""
         if key not in self._noted:
             return
         try:
             await control.overwrite_weights()
         except HttpError as error:
-            logger.warning("the first push to %s is compared with files instead: %s", key[0], error)
+            logger.warning("The first push to engine %s is compared with files instead: %s", key[0], error)
             del self._noted[key]
-        await control.flush()  # gives back the memory that making noise took
+        await control.flush()  # frees the memory that the noise needed
 
     def apart(self, key: LifeKey, held: Mapping[str, str]) -> list[str] | None:
         """Tensors that are not as they were loaded; None: the engine was not overwritten."""

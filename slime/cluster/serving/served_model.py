@@ -1,4 +1,4 @@
-"""One served model: how its engines start, the fleet that keeps them alive, and the address before them."""
+"""Serves one model: starts its engines, keeps them alive in a fleet, and puts a load balancer in front."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from slime.engines.engine_process import LaunchPlan
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, FleetServer, Rotation, WatchPolicy
 from slime.engines.launch_plan import EngineSite, RouterPlan, place_engines, plan_router
-from slime.engines.sglang.router import SGLangRouter, router_command
-from slime.engines.sglang.router_registry import ExternalRouter
+from slime.engines.sglang.router import ExternalRouter, SGLangRouter, router_command
 from slime.runtime.base import Runtime, WorkerSpec
 from slime.runtime.placement import Placement, Slot, cores_each
 from slime.utils.async_utils import run
@@ -40,7 +39,7 @@ Address = tuple[str, int]  # host and port
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`port`: where requests go. `front`: what spreads them; None: they go to the single engine itself."""
+    """Address of a model. `port`: for requests; `front`: the load balancer, None for a single engine."""
 
     servers: tuple[FleetServer, ...]
     port: int
@@ -62,7 +61,12 @@ def open_endpoint(
             log_path=run_.run_dir / "logs" / f"{name}.log",
             start_timeout_s=timeout_s(args, "engine-start"),
         )
-        router = SGLangRouter(process, port=port or 0, silence_limit_s=timeout_s(args, "engine-silence"))
+        policy = WatchPolicy(
+            limit(args, "engine-restarts"),
+            _RESTART_WINDOW_S,
+            silence_limit_s=timeout_s(args, "engine-silence") or None,
+        )
+        router = SGLangRouter(process, policy, port=port or 0)
         for server in servers:
             router.enroll(server)
         return Endpoint(servers, router.start(), router)
@@ -81,7 +85,7 @@ def open_endpoint(
 
 
 def join_router(args: Args, servers: tuple[FleetServer, ...]) -> Endpoint:
-    """Tells the router that --sglang-router-ip names which engines serve."""
+    """Informs the router that --sglang-router-ip names which engines serve."""
     assert args.sglang_router_ip is not None and args.sglang_router_port is not None, "the rules ask for both"
     host, port = args.sglang_router_ip, args.sglang_router_port
     router = ExternalRouter(host, port, patience_s=timeout_s(args, "no-engine"))
@@ -92,7 +96,7 @@ def join_router(args: Args, servers: tuple[FleetServer, ...]) -> Endpoint:
 
 
 class Rotations:
-    """Several endpoints before one fleet: each hears of its own engines."""
+    """Several endpoints of one fleet; each is notified of its own engines only."""
 
     def __init__(self, endpoints: Sequence[Endpoint]):
         self._rotation_of: dict[str, Rotation] = {
@@ -112,9 +116,9 @@ class Rotations:
 
 
 class ModelService:
-    """Engines of one model, and what stands before them once they serve.
+    """Engines of one model, and the load balancers in front of them.
 
-    `num_reserved`: the last so many engines are in the fleet, and behind an address of their own.
+    `num_reserved`: number of engines, the last of the fleet, that have an address of their own.
     """
 
     def __init__(self, args: Args, model: ServedModel, servers: Sequence[FleetServer], num_reserved: int = 0):
@@ -140,7 +144,7 @@ class ModelService:
         return tuple(server.url for server in self._shared)
 
     def start_routers(self, run_: Run) -> tuple[Address, Address | None]:
-        """Where requests go: host and port, and those of the reserved engines."""
+        """Start the routers; return the address for requests, and the address of the reserved engines."""
         args = self._args
         is_policy = self.model is args.engine_topology.policy
         plan = plan_router(self.model, args.rollout_router)
@@ -246,7 +250,7 @@ def ranks_on_engines(args: Args, placement: Placement) -> tuple[tuple[int, ...],
 
 
 def trains_on_every_gpu(args: Args, placement: Placement) -> bool:
-    """Whether each GPU of an engine that gets weights has a trainer rank on it, which can hand them over."""
+    """Return whether every GPU of an engine has a trainer rank, which can hand over the weights."""
     training = {gpu for slot in placement.trainer for gpu in slot.gpus}
     return all(training.issuperset(slot.gpus) for slot in _policy_slots(args, placement.engines))
 

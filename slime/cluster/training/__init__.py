@@ -1,1 +1,1 @@
-"""The trainer's processes: one rank, all ranks as one trainer, and what they send."""
+"""The trainer's processes: a single rank, the group of all ranks, and the sender of weights."""

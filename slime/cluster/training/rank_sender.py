@@ -1,4 +1,4 @@
-"""What one trainer rank does in a weight push: gives its share of the weights to the transport."""
+"""Sends one trainer rank's share of the weights to the transport in a weight push."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import torch
 
 from slime.arguments import Args, PluginArgs
-from slime.backends.base import TrainBackend
+from slime.backends.shared.trainer_base import TrainBackend
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.transports import TRANSPORTS
 from slime.engines.external import read_address
@@ -33,22 +33,18 @@ from slime.weight_sync.base import (
 from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named, served_config
 from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.post_write import PostWrite
-from slime.weight_sync.stage_turns import StagePlace, StageTurns
+from slime.weight_sync.stage_turns import StageTurns
 from slime.weight_sync.transports import live_sender_of, transport_of
 
 # What ranks wait for one that sends weights beyond its own wait for an engine.
 _SENDER_SLACK_S = 60.0
 
 
-class WeightsNotFinite(RunStopped):
-    """The trainer's weights hold a NaN or an infinity: no engine gets them."""
-
-
 class RankSender:
-    """Made by all ranks together, and so is every push.
+    """Sends weights from a trainer rank. Construction and every push are collective calls of all ranks.
 
     The first rank sends: `TrainBackend.export` gives it whole tensors. Live transports send from more ranks,
-    in their own ways; after a live push the first rank leaves a copy on disk for engines that come late.
+    in their own ways; after a live push the first rank writes a copy to disk for engines that start later.
     """
 
     def __init__(
@@ -87,9 +83,8 @@ class RankSender:
         if every_rank or layout.is_first_of_stage:
             self._live_sender = live_sender_of(transport)(self._sender_options())
         if not every_rank:
-            place = StagePlace(layout.pp_rank, layout.pp_size, layout.is_first_of_stage)
             deadline_s = timeout_s(self._args, "update-weight") + _SENDER_SLACK_S
-            self._turns = StageTurns(place, self._live_sender, deadline_s)
+            self._turns = StageTurns(layout.pp_rank, layout.pp_size, self._live_sender, deadline_s)
 
     def _sender_options(self) -> SenderOptions:
         return SenderOptions(
@@ -154,7 +149,7 @@ class RankSender:
         """Refuse what is not finite, and quantise to FP8 where the engines' checkpoint is in FP8."""
         broken = first_non_finite(bucket)
         if broken is not None:
-            raise WeightsNotFinite(
+            raise RunStopped(
                 f"{broken} has values that are not finite numbers: these weights are not pushed."
             )
         if self._fp8 is None or self._content == "adapter":

@@ -1,4 +1,4 @@
-"""One trainer rank: a process that holds a shard of the model and does what the driver says."""
+"""One trainer rank: a process that holds a shard of the model and executes the driver's calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _MAX_TOKENS = 200_000  # of a step whose advantages are kept token by token
 
 
 class RankProcess:
-    """The process of a trainer rank: there before its model, to read checkpoints and meet the other ranks."""
+    """The process of a trainer rank before it has a model: reads checkpoints and joins the process group."""
 
     def __init__(self, args: Args, run: Run, rank: int, world_size: int):
         configure_logger(f" rank {rank}", level=args.log_level)
@@ -101,7 +101,7 @@ class RankProcess:
         self._actor = TrainActor(self._args, self._run, self._rank, self._world_size, self._device, folder)
         limit_every_group(self._timeout)
         where = folder or self._args.hf_checkpoint
-        logger.info("rank %d of %d on %s: %s is loaded", self._rank, self._world_size, self._device, where)
+        logger.info("Rank %d of %d on %s has loaded %s", self._rank, self._world_size, self._device, where)
         return self._actor.layout
 
     def actor(self) -> TrainActor:
@@ -111,7 +111,7 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class RankNotes:
-    """What a rank reports for the record of one step: its spans and the advantages it used.
+    """A rank's report for the record of one step: its spans and the advantages it used.
 
     Example: RankNotes([Span(3, "trainer-0", "train", 10.0, 12.0)], [Advantage(25, 0.7)])."""
 
@@ -121,7 +121,7 @@ class RankNotes:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a rank remembers. `version`: of its weights; None where engines never got any."""
+    """State of a rank besides its model. `version`: of its weights; None if engines never got any."""
 
     version: int | None
     agreement: Agreement
@@ -188,7 +188,7 @@ class TrainActor:
             report = step.run()
         self._noted = step if self._args.record_max_mib else None
         seconds = time.monotonic() - started
-        logger.info("rollout %d: %d step(s) in %.2f s", rollout_id, len(report.steps), seconds)
+        logger.info("Rollout %d: %d step(s) in %.2f s", rollout_id, len(report.steps), seconds)
         if self._version is not None:
             self._version += 1  # the weights moved on, whether or not they are pushed before the next batch
         return report
@@ -199,7 +199,9 @@ class TrainActor:
         self._backend.change_setting("rollout_temperature", 1.0)
         try:
             with torch.compiler.set_stance("force_eager"):  # compiling for these few would take longer
-                found = self._backend.log_probs(build_micro_batches(share.batch, share.scoring)).log_probs
+                found = self._backend.log_probs(
+                    build_micro_batches(share.batch, share.micro_batches)
+                ).log_probs
         finally:
             self._backend.change_setting("rollout_temperature", usual)
         indices = share.batch["sample_indices"]

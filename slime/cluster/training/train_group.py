@@ -35,7 +35,7 @@ class TrainerLost(WorkerDied):
 
 @dataclass(slots=True)
 class RankState:
-    """Whether the ranks can be called. `away`: their processes were ended on purpose; calls reach nobody.
+    """Availability of the ranks. `away`: their processes were ended on purpose; calls reach nobody.
 
     `lost`: why they are gone, where that was not meant; calls fail until they are replaced.
     """
@@ -120,9 +120,9 @@ class RankProcesses:
         layouts: list[Layout] = []
         self.join()
         if self._processes.handles:
-            with phases.starting("model") as told:
+            with phases.starting("model") as ended:
                 layouts = self.load_again(checkpoint)
-                told.note = f"from {checkpoint or self._args.hf_checkpoint}"
+                ended.note = f"from {checkpoint or self._args.hf_checkpoint}"
         return TrainGroup(self._args, self._runtime, self.actors, layouts)
 
     def _call(
@@ -143,7 +143,7 @@ class RankProcesses:
 
     @property
     def lost(self) -> str | None:
-        """Why the ranks are gone; None: they are there, or away on purpose."""
+        """Reason why the ranks are gone; None: they are there, or away on purpose."""
         return self._state.lost
 
     def find_lost(self) -> list[WorkerDied]:
@@ -190,17 +190,12 @@ class RankProcesses:
         return self._call(RankProcess.load, source)
 
     def copy_place(self, folder: Path) -> CopyPlace:
-        """Where a copy of that name is, for the ranks that are there now."""
+        """Return the place of a copy in that folder, for the present ranks."""
         return CopyPlace(folder, tuple(slot.machine for slot in self._slots))
 
     def complete_copy(self, place: CopyPlace, files: Mapping[str, FileRecord]) -> list[str]:
         """Let machines exchange missing files; return what none of them has."""
         return self._call(RankProcess.complete_copy, place, dict(files))[0]
-
-    def describe(self) -> str:
-        """Describe how far `load` is."""
-        num_ranks = len(self._processes.handles)
-        return f"{num_ranks} trainer rank(s) {'load the model' if self._joined else 'start'}"
 
 
 class TrainGroup:

@@ -1,8 +1,7 @@
-"""Loads code, compiles layers and page-locks memory before the model is there: while engines on the same
-device start.
+"""Loads code, compiles layers and page-locks memory while engines on the same device still start.
 
-A trainer of one layer, with random weights and few words, takes one made-up step. What torch compiles for it
-serves every layer of that shape in this process, and is in torch's cache folders for the next.
+A trainer with one layer, random weights and a small vocabulary takes one step on made-up data. The compiled
+code serves every layer of that shape in this process, and stays in torch's cache folders for later runs.
 """
 
 import contextlib
@@ -46,25 +45,25 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def warm_up(args: Args, device: torch.device) -> None:
-    """Warm up a rank that is alone on a GPU; an error here is only logged: it appears again where it matters.
+    """Warm up a rank that is alone on a GPU; errors are only logged, since the real start would raise them.
 
-    Memory is locked on a thread, since compiling seldom needs the device. Both have ended on return: a model
-    that was loaded meanwhile would lock memory of its own before this is free for it.
+    Memory is locked on a thread, since compiling seldom needs the device. Both have finished on return, or a
+    model that is loaded meanwhile would lock more memory before this memory is free for it.
     """
     if device.type != "cuda":
         return
     trainer = BACKENDS[args.train_backend]
-    with _told("code loaded"):
+    with _timed("code loaded"):
         load_function(trainer.create)
     blocks: list[tuple[int, int]] = []
-    with _told("host memory counted"):  # not on the thread: transformers changes defaults of all threads
+    with _timed("host memory counted"):  # not on the thread: transformers changes defaults of all threads
         blocks += _blocks_to_lock(args)
     compiled = threading.Event()
     locking = in_background(lambda: _lock(blocks, compiled), "host-memory")
     try:
         # A trainer with layers of its own would leave its groups of ranks behind.
         if trainer.trains_transformers_model and args.compile is not False:
-            with _told("layers compiled"):
+            with _timed("layers compiled"):
                 _compile_layers(args, device)
             gc.collect()
             accelerator.empty_cache()
@@ -74,7 +73,7 @@ def warm_up(args: Args, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _timed(what: str) -> Iterator[None]:
     started = time.monotonic()
     try:
         yield
@@ -142,7 +141,7 @@ def _lock(blocks: list[tuple[int, int]], compiled: threading.Event) -> None:
     """At full speed once all is compiled; until then whoever compiles gets the device after each block."""
     if not blocks:
         return
-    with _told("host memory page-locked"):
+    with _timed("host memory page-locked"):
         for nbytes, block_bytes in blocks:
             lock_ahead(nbytes, block_bytes, lambda: compiled.wait(_TURN_S))
 

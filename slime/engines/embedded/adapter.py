@@ -1,8 +1,8 @@
-"""Low-rank adapters on the weights of a model: the product is added to what the weights were without them.
+"""Merges low-rank adapters into the weights of a served model.
 
-The weights without adapters are kept in host memory, so that the next adapters, or fewer of them, start from
-the same values: nothing is subtracted, and no rounding adds up. Names are those of peft. Not covered: layers
-other than linear ones, and the variants of LoRA that its config can ask for.
+The weights without adapters are kept in host memory, so that the next adapters start from the same values:
+nothing is subtracted, and rounding errors do not add up. Names are peft's. Only linear layers are covered,
+and none of the LoRA variants of peft's config.
 """
 
 import math
@@ -55,7 +55,7 @@ def scale_of(config: Any) -> float:
 
 
 class AdaptedWeights:
-    """The adapters that one model has now, if any."""
+    """Merges adapters into one model's weights, and keeps the weights without them."""
 
     def __init__(self, model: nn.Module):
         self._model = model

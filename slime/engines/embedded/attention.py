@@ -3,7 +3,7 @@
 One forward pass is one packed row of tokens: first one token of each decoding sequence, then the prompt
 chunks. No mask over the whole row ever exists: each group of sequences attends to its own pages only.
 
-Sliding windows, chunks, sinks and soft caps are computed with masks: right, and slower than plain attention.
+Sliding windows, chunks, sinks and soft caps are computed with masks, which is slower than plain attention.
 """
 
 from dataclasses import dataclass
@@ -22,22 +22,16 @@ NAME = "slime_paged"
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Tokens `start..start+count` of the row: the newest token of `count` sequences of similar length."""
+    """Tokens `start..start+count` of the row: the newest token of `count` sequences.
+
+    `in_place`: a kernel reads keys where they lie; else they are copied, padded to the longest sequence.
+    """
 
     start: int
     count: int
-    blocks: Tensor  # [count * num_blocks] int64, every row padded with block 0
-    mask: Tensor  # [count, 1, 1, num_blocks * block_size], 0 where a key exists and -inf elsewhere
-
-
-@dataclass(frozen=True, slots=True)
-class PagedGroup:
-    """A decode group of any lengths: keys are read where they lie, so nothing is padded or copied."""
-
-    start: int
-    count: int
-    table: Tensor  # [count, W] int32 pages of each sequence; those behind its length mean nothing
-    lengths: Tensor  # [count] int32, the newest token included
+    table: Tensor  # [count, W] int32 pages of each sequence; those after its length mean nothing
+    lengths: Tensor  # [count] int32 tokens whose keys are in the pool, the newest included
+    in_place: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,7 @@ class BatchPlan:
     positions: Tensor  # [1, T]
     write_rows: Tensor  # [T] pool row that takes the key and value of each token
     logit_index: Tensor  # [N]
-    decode: tuple[DecodeGroup | PagedGroup | SpanGroup, ...]
+    decode: tuple[DecodeGroup | SpanGroup, ...]
     prefill: tuple[PrefillGroup, ...]
     grid: Tensor | None = None  # [3, 1, T] positions of families that have grids; None: `positions`
     images: tuple[ImageRows, ...] = ()  # in the order of their rows
@@ -73,7 +67,7 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one layer keeps of a token: `heads` keys and values of these widths."""
+    """Cache entry of a token in one layer: `heads` keys and values of these widths."""
 
     heads: int
     key_dim: int
@@ -85,7 +79,7 @@ class KVShape:
 
 
 class ShapeProbe:
-    """Stands in for a pool during one pass, which tells the shape of each layer's keys and values."""
+    """Replaces the pool during one pass, to record the shape of each layer's keys and values."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}  # by layer
@@ -149,84 +143,68 @@ def paged_attention(
     keys, values = pool.keys[module.layer_idx], pool.values[module.layer_idx]
     keys.index_copy_(0, plan.write_rows, k)
     values.index_copy_(0, plan.write_rows, v)
-    parts = [_decode(g, q, keys, values, pool.block_size, scaling, plan, variant) for g in plan.decode]
+    parts = [_decode(g, q, keys, values, pool.block_size, scaling, variant) for g in plan.decode]
     parts += [_prefill(g, q, k, v, keys, values, scaling, variant) for g in plan.prefill]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.unsqueeze(0), None
 
 
 def _decode(
-    group: DecodeGroup | PagedGroup | SpanGroup,
+    group: DecodeGroup | SpanGroup,
     q: Tensor,
     keys: Tensor,
     values: Tensor,
     block_size: int,
     scaling: float | None,
-    plan: BatchPlan,
     variant: Variant,
 ) -> Tensor:
     if isinstance(group, SpanGroup):
         return group.attend(q, keys, values, scaling)
-    rows, kv_heads = slice(group.start, group.start + group.count), keys.shape[1]
-    if isinstance(group, PagedGroup):
-        where = group.table, group.lengths
-        return attend_to_pages(q[rows], keys, values, *where, block_size=block_size, scale=scaling)
+    query = q[group.start : group.start + group.count]
+    if group.in_place and query.is_cuda:
+        from slime.engines.embedded.decode_kernels import paged_decode  # late: needs Triton
+
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return paged_decode(query, keys, values, group.table, group.lengths, block_size, scale)
+    return attend_to_copies(query, keys, values, group.table, group.lengths, block_size, scaling, variant)
+
+
+def attend_to_copies(
+    query: Tensor,  # [B, H, D]
+    keys: Tensor,  # [rows of the pool, H_kv, D]
+    values: Tensor,  # [rows of the pool, H_kv, V]
+    table: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    scale: float | None,
+    variant: Variant = PLAIN,
+) -> Tensor:
+    """Compute attention of one new token per sequence to copies of its keys; the result is [B, H, V]."""
+    count, kv_heads = len(query), keys.shape[1]
+    column = torch.arange(table.shape[1] * block_size, device=query.device)
+    seen = column < lengths[:, None]
+    pages = torch.where(seen[:, ::block_size], table, 0).flatten()
     k, v = (
         pool.view(-1, block_size * kv_heads * pool.shape[2])
-        .index_select(0, group.blocks)
-        .view(group.count, -1, kv_heads, pool.shape[2])
+        .index_select(0, pages)
+        .view(count, -1, kv_heads, pool.shape[2])
         .transpose(1, 2)
         for pool in (keys, values)
     )
     if variant is PLAIN:
         # The query heads that share a key head stand where a kernel expects
         # query positions: they share a mask too.
-        q = q[rows].reshape(group.count, kv_heads, -1, keys.shape[2])
-        out = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scaling)
+        q = query.reshape(count, kv_heads, -1, query.shape[2])
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale)
     else:
-        position = plan.positions[0, rows, None]
-        column = torch.arange(k.shape[2], device=k.device)
-        seen = group.mask[:, 0, 0] == 0
+        position = lengths[:, None] - 1
         if variant.window is not None:
             seen &= column > position - variant.window
         if variant.chunk is not None:
             seen &= column // variant.chunk == position // variant.chunk
-        k, v = (x.repeat_interleave(q.shape[1] // kv_heads, dim=1) for x in (k, v))
-        out = masked_attention(q[rows, :, None], k, v, seen[:, None, None], scaling, variant)
-    return out.reshape(group.count, -1, values.shape[2])
-
-
-def attend_to_pages(
-    query: Tensor,  # [B, H, D]
-    keys: Tensor,  # [rows of the pool, H_kv, D]
-    values: Tensor,  # [rows of the pool, H_kv, V]
-    table: Tensor,  # [B, W] int32 pages of each sequence; what lies behind its length means nothing
-    lengths: Tensor,  # [B] int32 tokens whose keys are in the pool, the newest included
-    *,
-    block_size: int,
-    scale: float | None,
-) -> Tensor:
-    """Attention of one new token per sequence to the pages of its keys; the result is [B, H, V]."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.device.type == "cuda":
-        from slime.engines.embedded.decode_kernels import paged_decode  # late: needs Triton
-
-        return paged_decode(query, keys, values, table, lengths, block_size, scale)
-    return _from_copies(query, keys, values, table, lengths, block_size, scale)
-
-
-def _from_copies(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, page: int, scale: float
-) -> Tensor:
-    count, heads = len(query), keys.shape[1]
-    column = torch.arange(table.shape[1] * page, device=query.device)
-    seen = column[None, :] < lengths[:, None]
-    pages = torch.where(seen[:, ::page], table, 0).long()
-    rows = (pages[:, :, None] * page + column[:page]).view(count, -1)
-    k, v = (pool[rows].transpose(1, 2) for pool in (keys, values))
-    q = query.reshape(count, heads, -1, query.shape[2])
-    out = scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None, :], scale=scale)
-    return out.reshape(count, query.shape[1], values.shape[2])
+        k, v = (x.repeat_interleave(query.shape[1] // kv_heads, dim=1) for x in (k, v))
+        out = masked_attention(query[:, :, None], k, v, seen[:, None, None], scale, variant)
+    return out.reshape(count, -1, values.shape[2])
 
 
 def _prefill(

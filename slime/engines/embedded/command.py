@@ -16,7 +16,7 @@ _TINY_BYTES = 4 << 20  # of all weights
 
 
 def run_command(args: Args, site: EngineSite) -> Command:
-    """How an engine of a run is started."""
+    """Return the command that starts an engine of a run."""
     return embedded_command(
         model_path=site.model_path,
         dtype=args.dtype,

@@ -94,7 +94,7 @@ def _add_parts(  # type: ignore[no-untyped-def]  # as above
 def paged_decode(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, page: int, scale: float
 ) -> Tensor:
-    """Do what `attention.attend_to_pages` says; lengths are at least 1."""
+    """Compute what `attention.attend_to_copies` does, without copies; lengths are at least 1."""
     query = query.contiguous()
     (count, heads, key_dim), kv_heads, value_dim = query.shape, keys.shape[1], values.shape[2]
     parts = min(_MAX_PARTS, triton.next_power_of_2(max(1, _PROGRAMS // (count * kv_heads))))

@@ -1,8 +1,8 @@
 """The embedded engine: one `step` schedules, computes, samples and records, on the engine's own thread.
 
 Control operations (pause, abort, new weights, memory) run between two steps on that same thread, so none of
-them needs a lock and none of them sees a half-done step. An exception in a step fails the requests in it, and
-no others.
+them needs a lock and none of them sees a half-done step. An exception in a step fails only the requests in
+that step.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _RECORDED_PASSES = 16
 
 @dataclass
 class Engine:
-    """State of the served model. `version` names the weights that the next token will be drawn from."""
+    """The served model and its requests. `version` names the weights that the next token is drawn from."""
 
     runner: ModelRunner
     detokenizer: Detokenizer
@@ -95,7 +95,7 @@ class Engine:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some weights are of the next version already: requests wait until all are."""
+        """Whether some weights are of the next version already; requests then wait until all are."""
         return self._arriving is not None
 
     @property
@@ -175,7 +175,7 @@ class Engine:
 
     def _fail(self, sequences: Iterable[Sequence], error: Exception) -> list[Sequence]:
         """Fail the sequences of a pass that raised; raise if the device can no longer be used."""
-        logger.error("A step failed, and with it its requests; the engine continues.", exc_info=error)
+        logger.error("A step and its requests failed; the engine continues.", exc_info=error)
         members = list(sequences)  # some may have ended before it raised: they are heard too
         for sequence in members:
             if sequence.slot >= 0:
@@ -294,7 +294,7 @@ class Engine:
         self.allocator.flush()
         self.runner.features.clear()
         self.set_version(version)
-        logger.info("weights %s", version)
+        logger.info("The engine now serves weights %s", version)
         self.awaiting_weights, self._arriving = False, None
         return counts
 
@@ -343,12 +343,8 @@ class Engine:
             "num_forward_passes": self.runner.num_forward_passes,
             "forward_s": self.forward_s,
             "num_generated_tokens": self.num_generated_tokens,
-            "num_retractions": self.scheduler.num_retractions,
-            "num_images_encoded": self.runner.features.num_computed,
-            "kv_block_size": self.runner.block_size,
             "kv_blocks_total": self.allocator.num_blocks,
             "kv_blocks_free": self.allocator.num_free,
-            "kv_blocks_cached": self.allocator.num_cached,
             "kv_pool_bytes": pool.nbytes if pool is not None else 0,
             "memory_bytes": self.runner.memory_bytes,
         }

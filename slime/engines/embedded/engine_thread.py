@@ -1,7 +1,7 @@
 """The thread that runs the engine, and the hand-over between it and the asyncio thread that serves HTTP.
 
-Commands and requests wait in an inbox that is emptied between two steps; what HTTP must hear goes back with
-one wake-up per step, however many sequences it concerns.
+Commands and requests wait in an inbox that is emptied between two steps; news for the HTTP side is sent back
+with one wake-up per step, however many sequences it concerns.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ CRASHED = 70  # exit status of an engine whose device is lost
 
 
 class Listener:
-    """The asyncio side of one request: `wait` returns when there is news, with the sequences it is of."""
+    """The asyncio side of one request: `wait` returns the sequences that have news, as soon as some have."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -60,7 +60,7 @@ class EngineLoop:
 
     @contextlib.contextmanager
     def submit(self, sequences: list[Sequence]) -> Iterator[Listener]:
-        """Queue all sequences of a request. Those that are not finished at the end are aborted."""
+        """Queue all sequences of a request; those still unfinished when the context ends are aborted."""
         listener = Listener()
         self._listeners |= dict.fromkeys(sequences, listener)
         self._post(lambda: self._add(sequences))
@@ -94,26 +94,26 @@ class EngineLoop:
 
     async def call_and_tell(self, function: Callable[..., list[Sequence]], *arguments: Any) -> None:
         """Like `call`, for functions that end sequences: their listeners hear of it."""
-        self._tell(await self.call(function, *arguments))
+        self._notify(await self.call(function, *arguments))
 
     def _post(self, work: Callable[[], None]) -> None:
         with self._wake:
             self._inbox.append(work)
             self._wake.notify()
 
-    def _tell(self, sequences: list[Sequence]) -> None:
+    def _notify(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if sequence in self._listeners:
                 self._listeners[sequence].notify(sequence)
 
     # -- engine thread ---------------------------------------------------------------------------------------
 
-    def _tell_later(self, heard: list[Sequence]) -> None:
-        if heard:
-            self._loop.call_soon_threadsafe(self._tell, heard)
+    def _notify_later(self, changed: list[Sequence]) -> None:
+        if changed:
+            self._loop.call_soon_threadsafe(self._notify, changed)
 
     def _add(self, sequences: list[Sequence]) -> None:
-        self._tell_later([heard for sequence in sequences for heard in self.engine.add(sequence)])
+        self._notify_later([changed for sequence in sequences for changed in self.engine.add(sequence)])
 
     def _abort(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -125,9 +125,9 @@ class EngineLoop:
             while True:
                 self._empty_inbox()
                 if self.engine.can_step:
-                    self._tell_later(self.engine.step())
+                    self._notify_later(self.engine.step())
         except Exception:
-            logger.exception("the engine cannot go on; it stops")
+            logger.exception("The engine failed in a step and exits; the driver restarts it.")
             os._exit(CRASHED)
 
     def _empty_inbox(self) -> None:

@@ -1,4 +1,4 @@
-"""JSON of /generate in and out: strict reading of requests into sequences, and answers in SGLang's shape."""
+"""Parses /generate requests strictly into sequences, and writes responses in SGLang's format."""
 
 import random
 import secrets
@@ -17,19 +17,17 @@ FIELDS = (
     *("input_ids", "text", "image_data", "sampling_params", "return_logprob", "logprob_start_len"),
     *("stream", "rid"),
 )
-# Known to the protocol and harmless at these values; anything else is refused by name.
-NEUTRAL = {"top_logprobs_num": (None, 0)}
 MAX_SCORED_LOGITS = 1 << 30  # tokens x vocabulary of one scored input, which stand in memory at once
 MAX_SEQUENCES = 4096  # prompts x n of one request
 MAX_STOPS, MAX_STOP_CHARACTERS = 1024, 1024  # all of them are looked for after every token
 
 
 class BadRequest(ValueError):
-    """The client's mistake: answered with 400."""
+    """The client made a mistake; the HTTP status is 400."""
 
 
 class RequestFailed(Exception):
-    """The engine could not serve a request that was in order: `status` and why."""
+    """The engine could not serve a valid request; holds the HTTP `status` and the reason."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -51,7 +49,7 @@ def seed_of_copy(seed: int, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What this engine can take."""
+    """Limits of this engine for one request."""
 
     vocab_size: int
     context_len: int
@@ -223,13 +221,10 @@ def _check_count(count: int) -> None:
 
 
 def _refuse_other_fields(body: Mapping[str, Any]) -> None:
+    if body.get("top_logprobs_num") not in (None, 0):
+        raise BadRequest("top_logprobs_num is not supported by the embedded engine; leave it at 0")
     for name, value in body.items():
-        if name in FIELDS:
-            continue
-        if name in NEUTRAL:
-            if value not in NEUTRAL[name]:
-                raise BadRequest(f"{name} = {shown(value)} is not supported by the embedded engine")
-        elif value is not None and value is not False:
+        if name not in (*FIELDS, "top_logprobs_num") and value is not None and value is not False:
             raise BadRequest(f"unknown field `{name[:64]}`, expected one of {FIELDS}")
 
 
@@ -242,7 +237,7 @@ def _per_prompt(name: str, body: Mapping[str, Any], count: int, kind: type) -> l
 
 
 def _wants_score(body: Mapping[str, Any]) -> bool:
-    """Whether the log-probs of the input are asked for; only of the whole of it."""
+    """Return whether a request asks for log-probs of its input; only the whole input is supported."""
     start = body.get("logprob_start_len")
     if start not in (None, -1, 0) or isinstance(start, bool):
         raise BadRequest(

@@ -1,12 +1,11 @@
 """CUDA graphs of decode passes: recorded once per batch size and replayed.
 
-A pass of a small model is hundreds of kernels that take microseconds each, so launching them from Python
-takes longer than computing them. The recorded pass reads its inputs from buffers that stay where they are;
-sequences are padded to the next power of two, and what the padding writes goes to the page that is never
-handed out.
+A pass of a small model consists of hundreds of kernels that take microseconds each, so launching them from
+Python takes longer than computing them. The recorded pass reads its inputs from fixed buffers; sequences are
+padded to the next power of two, and the padding writes to a page that is never handed out.
 
-What is recorded holds addresses: of the weights, whose values may change in place, and of the pool. Whoever
-moves either makes a new `DecodeGraphs`.
+A recording contains addresses of the weights, whose values may change in place, and of the pool. Code that
+moves either must create a new `DecodeGraphs`.
 """
 
 import logging
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from slime.engines.embedded.attention import BatchPlan, PagedGroup
+from slime.engines.embedded.attention import BatchPlan, DecodeGroup
 
 logger = logging.getLogger(__name__)
 Forward = Callable[[BatchPlan], torch.Tensor]
@@ -24,7 +23,7 @@ _ROPES_BY_LENGTH = ("dynamic", "longrope")
 
 
 def decides_on_host(config: Any) -> bool:
-    """Whether models of such a configuration read numbers back from the device within a pass.
+    """Return whether models of such a configuration read numbers back from the device within a pass.
 
     Experts count their tokens, and some rotary positions depend on the longest sequence: a record of such a
     pass would be of one case.
@@ -36,7 +35,7 @@ def decides_on_host(config: Any) -> bool:
 
 
 class DecodeGraphs:
-    """`forward` computes a plan. Elsewhere than on a GPU it runs on the same buffers, without a record."""
+    """Computes decode plans with recorded graphs; on a CPU it uses the same buffers without recording."""
 
     def __init__(self, forward: Forward, *, max_running: int, max_blocks: int, device: torch.device):
         self.forward, self.device = forward, device
@@ -54,18 +53,20 @@ class DecodeGraphs:
     def run(self, plan: BatchPlan) -> torch.Tensor | None:
         """Logits of a pass that only decodes, to be read before the next one; None: it cannot be recorded."""
         group = plan.decode[0]
-        assert isinstance(group, PagedGroup), "a padded group has another shape in every pass"
+        assert isinstance(group, DecodeGroup), "spans have another shape in every pass"
         size = bucket_of(group.count)
         self._fill(plan, group, size)
         if size not in self._replays:
             try:
                 self._replays[size] = self._record(size)
             except Exception as error:  # it runs kernel by kernel, as a pass with a prompt does
-                logger.warning("decoding is not recorded as CUDA graphs: %s: %s", type(error).__name__, error)
+                logger.warning(
+                    "Decoding runs without CUDA graphs and is slower: %s: %s", type(error).__name__, error
+                )
                 return None
         return self._replays[size]()[: group.count]
 
-    def _fill(self, plan: BatchPlan, group: PagedGroup, size: int) -> None:
+    def _fill(self, plan: BatchPlan, group: DecodeGroup, size: int) -> None:
         count = group.count
         self._ids[:count].copy_(plan.token_ids[0])
         self._positions[:count].copy_(plan.positions[0])
@@ -82,7 +83,7 @@ class DecodeGraphs:
             positions=self._positions[None, :size],
             write_rows=self._write_rows[:size],
             logit_index=self._order[:size],
-            decode=(PagedGroup(0, size, self._table[:size], self._lengths[:size]),),
+            decode=(DecodeGroup(0, size, self._table[:size], self._lengths[:size], in_place=True),),
             prefill=(),
         )
         if self.device.type != "cuda":

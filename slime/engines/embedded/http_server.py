@@ -24,7 +24,6 @@ from slime.engines.embedded.generate_json import (
     text_of,
 )
 from slime.engines.embedded.openai_api import OpenAIApi
-from slime.engines.embedded.openai_requests import OpenAIReader
 from slime.engines.embedded.request_images import ImageReader
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.update_groups import UpdateGroups, read_bucket
@@ -37,7 +36,6 @@ from slime.engines.embedded.weight_update import (
     WeightStore,
 )
 from slime.utils.browser_guard import browser_guard, names_of_this_machine, token_guard
-from slime.utils.machine.open_files import refusing_too_many
 from slime.utils.media.image_tokens import encoder_of
 from slime.utils.processing_utils import load_processor
 from slime.wire.control import PAUSE_MODES, TAGS
@@ -56,9 +54,10 @@ Control = Callable[[dict[str, Any]], Awaitable[Any]]  # the body of a request ->
 
 
 class Server:
-    """Handlers of requests; made on the asyncio thread, and the engine runs from then on.
+    """Handlers of HTTP requests; created on the asyncio thread, which also starts the engine.
 
-    Each lets the engine's thread do the work; what takes long before that (text, weights) has threads too.
+    Each handler passes its work to the engine's thread; slow preparation (text, weights) has threads of its
+    own.
     """
 
     def __init__(self, engine: Engine, static_info: dict[str, Any], seed: int, token: str | None, host: str):
@@ -83,7 +82,7 @@ class Server:
         if self._token is not None:
             guards.insert(1, token_guard(self._token, but="/health"))
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=guards)
-        openai = OpenAIApi(self.loop, OpenAIReader(self.reader, self._reading, self.model_path), self._accept)
+        openai = OpenAIApi(self.loop, self.reader, self._reading, self.model_path, self._accept)
         questions: dict[str, Control] = {
             "/health": self.health,
             "/health_generate": self.health_generate,
@@ -120,7 +119,7 @@ class Server:
         for path, question in questions.items():
             app.router.add_get(path, _as_handler(question))
         for path, generate in generates.items():
-            app.router.add_post(path, refusing_too_many(_reading(generate)))
+            app.router.add_post(path, _reading(generate))
         for path, control in controls.items():
             app.router.add_post(path, _as_handler(control))
         return app

@@ -35,10 +35,6 @@ class BlockAllocator:
         """Blocks that can be handed out now, idle cached ones included."""
         return len(self._free) + len(self._idle)
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

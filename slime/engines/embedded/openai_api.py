@@ -1,170 +1,241 @@
-"""OpenAI's endpoints of the embedded engine: requests become those of /generate."""
+"""OpenAI's endpoints of the embedded engine, translated to and from /generate requests.
 
+A stream sends every choice in one piece, once all are finished. Tool calls and reasoning stay text.
+"""
+
+import asyncio
 import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
 from typing import Any
 
 from aiohttp import web
 
-from slime.engines.embedded.engine_thread import EngineLoop, Listener
-from slime.engines.embedded.generate_json import raise_failure
-from slime.engines.embedded.openai_requests import Asked, OpenAIReader
+from slime.engines.embedded.engine_thread import EngineLoop
+from slime.engines.embedded.generate_json import BadRequest, RequestReader, raise_failure, read_flag
 from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.text import Detokenizer
-from slime.wire.openai_shapes import error_json, log_prob_entries
+from slime.wire.openai_shapes import log_prob_entries
+from slime.wire.protocol import shown
 
 # Reads the body of /generate, and refuses what cannot be served now.
 Accept = Callable[[dict[str, Any]], Awaitable[tuple[list[Sequence], bool]]]
 
+_MAX_TOKENS = 16  # of a completion that names no limit, as in OpenAI's API
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "n"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "custom_params"),
+)
+# Their sampling parameters -> ours; of two that mean the same the later one wins.
+_SAMPLING = {
+    **{name: name for name in _SAME},
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
+# Fields that are read below, and fields that ask for nothing here.
+_OTHERS = frozenset(
+    (
+        *("model", "messages", "prompt", "stream", "stream_options", "logprobs", "tools", "rid"),
+        *("chat_template_kwargs", "continue_final_message", "lora_path"),
+        *("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier"),
+        *("prompt_cache_key", "reasoning_effort", "verbosity", "separate_reasoning", "stream_reasoning"),
+    )
+)
+# Fields that are served at these values alone.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "best_of": (1,),
+    "suffix": ("",),
+}
+
 
 class OpenAIApi:
-    """Handlers of /v1/chat/completions and /v1/completions; tool calls and thoughts stay text."""
+    """Handlers of /v1/chat/completions and /v1/completions; long texts become tokens on `threads`."""
 
-    def __init__(self, loop: EngineLoop, reader: OpenAIReader, accept: Accept):
-        self._loop, self._reader, self._accept = loop, reader, accept
+    def __init__(
+        self, loop: EngineLoop, reader: RequestReader, threads: Executor, model: str, accept: Accept
+    ):
+        self._loop, self._reader, self._threads = loop, reader, threads
+        self._model, self._accept = model, accept
 
     async def chat(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return await self._serve(request, await self._reader.chat(body))
+        messages, images = _messages(body.get("messages"))
+        in_thread = asyncio.get_running_loop().run_in_executor
+        prompt = await in_thread(self._threads, self._rendered, messages, body)
+        native = {"input_ids": [prompt], "image_data": [images] if images else None}
+        return await self._serve(body, native, is_chat=True, log_probs=read_flag(body, "logprobs"))
 
     async def completions(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return await self._serve(request, await self._reader.completions(body))
+        log_probs = body.get("logprobs")
+        if log_probs not in (None, 0, 1):
+            raise BadRequest(
+                f"logprobs is {shown(log_probs)}: of each token its own log-prob is known; use 0 or 1"
+            )
+        in_thread = asyncio.get_running_loop().run_in_executor
+        prompts = await in_thread(self._threads, self._prompts, body.get("prompt"))
+        body = {"max_tokens": _MAX_TOKENS, **body}
+        return await self._serve(body, {"input_ids": prompts}, is_chat=False, log_probs=log_probs is not None)
 
-    async def _serve(self, request: web.Request, asked: Asked) -> web.StreamResponse:
-        sequences, _ = await self._accept(asked.body)
-        writer = _Writer(asked, sequences, self._reader.detokenizer)
-        if asked.stream:
-            with self._loop.submit(sequences) as listener:
-                return await _write_stream(request, writer, listener)
+    def _prompts(self, given: Any) -> list[list[int]]:
+        """Read a text, token ids, or a list of either."""
+        several = given if isinstance(given, list) and given and type(given[0]) is not int else [given]
+        return [one if isinstance(one, list) else self._reader.encode(one, name="prompt") for one in several]
+
+    def _rendered(self, messages: list[dict[str, Any]], body: dict[str, Any]) -> list[int]:
+        tokenizer = self._reader.detokenizer.tokenizer
+        if tokenizer is None or not tokenizer.chat_template:
+            raise BadRequest(
+                "messages need a chat template, and the model folder has none: use /v1/completions"
+            )
+        continues = read_flag(body, "continue_final_message")
+        try:
+            options = {
+                **(body.get("chat_template_kwargs") or {}),
+                "tools": body.get("tools") or None,
+                "tokenize": False,
+                "add_generation_prompt": not continues,
+                "continue_final_message": continues,
+            }
+            text: str = tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template raises what it likes
+            why = shown(f"{type(error).__name__}: {error}")
+            raise BadRequest(f"the model's chat template does not take these messages: {why}") from error
+        return self._reader.encode(text, special=False, name="messages")
+
+    async def _serve(
+        self, body: dict[str, Any], native: dict[str, Any], *, is_chat: bool, log_probs: bool
+    ) -> web.StreamResponse:
+        """Answer a request whose prompts are in `native`, the body of /generate."""
+        _refuse_others(body)
+        stream, options = read_flag(body, "stream"), body.get("stream_options") or {}
+        model = body.get("model") or self._model
+        if not isinstance(model, str) or not isinstance(options, dict):
+            raise BadRequest("model must be a string, and stream_options an object")
+        # A chat without a limit goes to the end of the context.
+        sampling = {ours: body[name] for name, ours in _SAMPLING.items() if body.get(name) is not None}
+        native |= {"sampling_params": {"max_new_tokens": None, **sampling}, "return_logprob": True}
+        native |= {"rid": body.get("rid"), "lora_path": body.get("lora_path")}
+        sequences, _ = await self._accept(native)
         await self._loop.finish(sequences)
         raise_failure(sequences)
-        return web.json_response(writer.whole())
-
-
-async def _write_stream(request: web.Request, writer: "_Writer", listener: Listener) -> web.StreamResponse:
-    """Write what is new of each sequence as it comes.
-
-    Headers go with the first token: until then an error has a status.
-    """
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    waiting = set(writer.sequences)
-    while waiting:
-        news = [sequence for sequence in await listener.wait() if sequence in waiting]
-        failed = [sequence for sequence in news if sequence.failed]
-        events = []
-        if not response.prepared:
-            raise_failure(failed)
-            await response.prepare(request)
-            events = writer.starts()
-        if failed:
-            why = failed[0].finish or {}
-            await response.write(_event(error_json(str(why.get("message")), "server_error")))
-            break
-        for sequence in news:
-            piece, ended = writer.piece(sequence)
-            events += piece
-            waiting -= {sequence} if ended else set()
-        await response.write(b"".join(map(_event, events)))
-    else:
-        if writer.asked.include_usage:
-            await response.write(_event(writer.chunk([], usage=writer.usage())))
-    await response.write_eof(b"data: [DONE]\n\n")
-    return response
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
-
-
-class _Writer:
-    """The JSON of one request's answers, whole or in pieces."""
-
-    def __init__(self, asked: Asked, sequences: list[Sequence], detokenizer: Detokenizer):
-        self.asked, self.sequences = asked, sequences
-        self._detokenizer, self._created = detokenizer, int(time.time())
-        self._sent = dict.fromkeys(sequences, (0, 0))  # characters and tokens that are in the stream
-        self._index = {sequence: index for index, sequence in enumerate(sequences)}
-
-    def whole(self) -> dict[str, Any]:
-        choices = []
-        for sequence in self.sequences:
-            count = len(sequence.log_probs)
-            text = self._text(sequence, count, ended=True)
-            message = {"message": {"role": "assistant", "content": text}}
-            said = message if self.asked.is_chat else {"text": text}
-            choices.append(self._choice(sequence, said, (0, count, 0), ended=True))
-        kind = "chat.completion" if self.asked.is_chat else "text_completion"
-        versions = self.sequences[0].versions
-        metadata = {"weight_version": versions[-1][0] if versions else "default"}
-        return {**self._head(kind), "choices": choices, "usage": self.usage(), "metadata": metadata}
-
-    def usage(self) -> dict[str, int]:
-        read = sum(len(sequence.prompt) for sequence in self.sequences[:: self.asked.n])
-        made = sum(len(sequence.log_probs) for sequence in self.sequences)
-        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.asked.is_chat else "text_completion"
-        return {**self._head(kind), "choices": choices, **more}
-
-    def starts(self) -> list[dict[str, Any]]:
-        """The first events of a stream: who speaks."""
-        delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        count = len(self.sequences) if self.asked.is_chat else 0
-        return [self.chunk([{"index": index, **delta}]) for index in range(count)]
-
-    def piece(self, sequence: Sequence) -> tuple[list[dict[str, Any]], bool]:
-        """What is new of one sequence, and whether it has ended."""
-        ended = sequence.done  # read first: a chunk must not claim an end that came after its tokens
-        count, (characters, tokens) = len(sequence.log_probs), self._sent[sequence]
-        text = self._text(sequence, count, ended=ended)
-        new = text[characters:]
-        if not new and not ended:
-            return [], False
-        self._sent[sequence] = max(len(text), characters), count
-        delta = {"delta": {"content": new} if new else {}}
-        said = delta if self.asked.is_chat else {"text": new}
-        return [self.chunk([self._choice(sequence, said, (tokens, count, characters), ended=ended)])], ended
-
-    def _choice(
-        self, sequence: Sequence, said: dict[str, Any], part: tuple[int, int, int], *, ended: bool
-    ) -> dict[str, Any]:
-        """`part`: first and last of the tokens that are told, and how many characters are before them."""
-        reason = str(sequence.finish["type"]) if ended and sequence.finish is not None else None
-        told = self._log_probs(sequence, *part) if self.asked.log_probs else None
-        return {"index": self._index[sequence], **said, "logprobs": told, "finish_reason": reason}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        name = f"{'chatcmpl' if self.asked.is_chat else 'cmpl'}-{self.sequences[0].rid}"
-        return {"id": name, "object": kind, "created": self._created, "model": self.asked.model}
-
-    def _text(self, sequence: Sequence, count: int, *, ended: bool) -> str:
-        """The text of the first tokens; before the end without what may become a stop string, or is half a
-        character.
-        """
-        finish = sequence.finish if ended else None
-        text = self._detokenizer.answer_text(sequence.output[:count], sequence.sampling, finish)
-        if ended:
-            return text
-        text = text.rstrip("\ufffd")
-        held = 0
-        for stop in () if sequence.sampling.no_stop_trim else sequence.sampling.stop:
-            sizes = range(min(len(stop), len(text)), held, -1)
-            held = next((size for size in sizes if stop.startswith(text[-size:])), held)
-        return text[: len(text) - held]
-
-    def _log_probs(self, sequence: Sequence, start: int, end: int, offset: int) -> dict[str, Any]:
-        ids, values = sequence.output[start:end], sequence.log_probs[start:end]
-        entries = log_prob_entries(lambda one: self._detokenizer.decode(one, sequence.sampling), ids, values)
-        if self.asked.is_chat:
-            return {"content": entries}
-        tokens = [entry["token"] for entry in entries]
-        offsets = itertools.accumulate(map(len, tokens), initial=offset)
-        return {
-            "tokens": tokens,
-            "token_logprobs": values,
-            "token_ids": ids,
-            "top_logprobs": None,
-            "text_offset": list(offsets)[:-1],
+        kind = "chat.completion" if is_chat else "text_completion"
+        prompt_tokens = sum(len(sequence.prompt) for sequence in sequences[:: sequences[0].sampling.n])
+        made = sum(len(sequence.output) for sequence in sequences)
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": made,
+            "total_tokens": prompt_tokens + made,
         }
+        answer: dict[str, Any] = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{sequences[0].rid}",
+            "object": f"{kind}.chunk" if stream and is_chat else kind,
+            "created": int(time.time()),
+            "model": model,
+            "metadata": {"weight_version": sequences[0].versions[-1][0]},
+        }
+        answer["choices"] = [
+            {"index": index, **self._choice(sequence, log_probs, is_chat=is_chat, stream=stream)}
+            for index, sequence in enumerate(sequences)
+        ]
+        if not stream:
+            return web.json_response({**answer, "usage": usage})
+        events = [answer]
+        if read_flag(options, "include_usage"):
+            events.append({**answer, "choices": [], "usage": usage})
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        return web.Response(text=f"{text}data: [DONE]\n\n", content_type="text/event-stream")
+
+    def _choice(self, sequence: Sequence, log_probs: bool, *, is_chat: bool, stream: bool) -> dict[str, Any]:
+        finish, sampling, detokenizer = sequence.finish or {}, sequence.sampling, self._reader.detokenizer
+        text = detokenizer.answer_text(sequence.output, sampling, finish)
+        message = {"delta" if stream else "message": {"role": "assistant", "content": text}}
+        scores = None
+        if log_probs:
+            ids, values = sequence.output, sequence.log_probs
+            entries = log_prob_entries(lambda one: detokenizer.decode(one, sampling), ids, values)
+            scores = {"content": entries} if is_chat else _as_columns(entries)
+        return {
+            **(message if is_chat else {"text": text}),
+            "logprobs": scores,
+            "finish_reason": finish["type"],
+        }
+
+
+def _as_columns(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return log-probs in the shape of completions."""
+    tokens = [entry["token"] for entry in entries]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "token_ids": [entry["token_id"] for entry in entries],
+        "top_logprobs": None,
+        "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
+    }
+
+
+def _refuse_others(body: dict[str, Any]) -> None:
+    for name, value in body.items():
+        if name in _SAMPLING or name in _OTHERS or value is None or value is False:
+            continue
+        if name not in _NEUTRAL:
+            raise BadRequest(f"unknown field `{name[:64]}`: the embedded engine does not serve it")
+        if value not in _NEUTRAL[name]:
+            raise BadRequest(f"{name} = {shown(value)} is not supported by the embedded engine")
+
+
+def _messages(given: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return messages as templates take them, and the addresses of the images in them."""
+    images: list[str] = []
+    try:
+        messages = [_message(one, images) for one in given]
+    except (TypeError, KeyError, AttributeError):
+        messages = []
+    if not messages:
+        raise BadRequest(
+            "messages must be a list of objects with a role; their content is text, or a list of parts that "
+            "are a text or an image_url with a url; tool_calls are objects with a function"
+        )
+    return messages, images
+
+
+def _message(given: Any, images: list[str]) -> dict[str, Any]:
+    content = given.get("content")
+    if isinstance(content, list):
+        content = _content(content, images)
+    message = {**given, "role": given["role"], "content": content or ""}
+    if given.get("tool_calls"):
+        message["tool_calls"] = [
+            {**call, "function": _function(call["function"])} for call in given["tool_calls"]
+        ]
+    return message
+
+
+def _function(given: Any) -> dict[str, Any]:
+    """Return a called function with its arguments as an object, which templates take; clients send text."""
+    try:
+        return {**given, "arguments": json.loads(given["arguments"])}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {**given}
+
+
+def _content(parts: list[Any], images: list[str]) -> str | list[dict[str, Any]]:
+    """Return the text of a message's parts, or the parts where images are among them."""
+    out: list[dict[str, Any]] = []
+    for part in parts:
+        if part["type"] == "image_url":
+            images.append(part["image_url"]["url"])
+            out.append({"type": "image"})
+        elif part["type"] == "text":
+            out.append({"type": "text", "text": part["text"]})
+        else:
+            raise KeyError(part["type"])
+    if all(part["type"] == "text" for part in out):
+        return "\n".join(part["text"] for part in out)
+    return out

@@ -1,7 +1,7 @@
 """Lays out the tokens of one forward pass: where their keys are written and which keys each row attends to.
 
-Sequences that decode are one row each. Prompts have attention of their own, unless they are so short that
-each of their tokens may as well be a row too.
+A decoding sequence is one row. Prompts are computed by a separate attention call, unless they are so short
+that treating each token as a row is faster.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from slime.engines.embedded import row_spans
-from slime.engines.embedded.attention import BatchPlan, DecodeGroup, PagedGroup, PrefillGroup
+from slime.engines.embedded.attention import BatchPlan, DecodeGroup, PrefillGroup
 from slime.engines.embedded.request_images import ImageRows
 from slime.engines.embedded.row_spans import SpanGroup
 from slime.engines.embedded.sampler import SampleRows
@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass: the plan for the model, and who gets a token, in the order of the logits."""
+    """One forward pass: the plan for the model, and the sequences that get a token, in order of logits."""
 
     plan: BatchPlan
     samplers: list[Sequence]  # first the decoding ones, then those whose prompt ends in this pass
@@ -56,7 +56,7 @@ class Pass:
 
 
 class SlotTable:
-    """Facts of running sequences as arrays, one entry per slot: a pass is laid out without a Python loop."""
+    """State of running sequences as arrays, one entry per slot, so that no Python loop lays out a pass."""
 
     def __init__(self, max_running: int, max_blocks: int):
         # tokens including the newest, whose KV is not yet written
@@ -100,7 +100,7 @@ def _image_rows(chunks: list[Chunk], start: int) -> Iterator[ImageRows]:
 
 @dataclass(eq=False)
 class PassLayout:
-    """How this engine lays passes out. `row_bytes`: of one token's key in one layer; splits decode groups."""
+    """Options of laying out passes. `row_bytes`: size of a token's key in one layer; splits decode groups."""
 
     slots: SlotTable
     block_size: int
@@ -148,13 +148,13 @@ class PassLayout:
         return Pass(plan, samplers, len(decoding), chunks, self._sample_rows(samplers))
 
     def _pool_rows(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Where the pool keeps the token at each place of the sequence in each slot."""
+        """Return the rows of the pool that hold the tokens at `places` of the sequences in `slots`."""
         size = self.block_size
         rows: np.ndarray = self.slots.blocks[slots, places // size] * size + places % size
         return rows
 
     def _go_as_rows(self, length: np.ndarray, chunks: list[Chunk]) -> bool:
-        """Whether the prompts are so short that attention of their own would cost more than it saves."""
+        """Return whether prompts are too short for attention of their own to save time."""
         if self.paged or self.in_grid or any(chunk.sequence.pictures is not None for chunk in chunks):
             return False
         count = len(length) + sum(chunk.end - chunk.start for chunk in chunks)
@@ -169,7 +169,7 @@ class PassLayout:
         ids: list[np.ndarray],
         positions: list[np.ndarray],
         rows: list[np.ndarray],
-    ) -> DecodeGroup | PagedGroup | SpanGroup:
+    ) -> DecodeGroup | SpanGroup:
         """One group of what decodes and all tokens of the chunks: each sees the keys up to its own."""
         counts = [chunk.end - chunk.start for chunk in chunks]
         prompts = [chunk.sequence.tokens[chunk.start : chunk.end] for chunk in chunks]
@@ -197,21 +197,15 @@ class PassLayout:
         edges = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(length)]
         return order, list(itertools.pairwise(edges))
 
-    def _decode_group(
-        self, slots: np.ndarray, length: np.ndarray, start: int
-    ) -> DecodeGroup | PagedGroup | SpanGroup:
+    def _decode_group(self, slots: np.ndarray, length: np.ndarray, start: int) -> DecodeGroup | SpanGroup:
         num_blocks = -(-int(length.max()) // self.block_size)
+        pages = self.slots.blocks[slots, :num_blocks]
         if self.spans:
-            pages = self.slots.blocks[slots, :num_blocks]
-            if (group := row_spans.lay_out(start, pages, length, self.block_size)) is not None:
+            group = row_spans.lay_out(start, pages, length, self.block_size)
+            if group is not None:
                 return group
-        if self.paged:
-            table = self._tensor(self.slots.blocks[slots, :num_blocks].astype(np.int32))
-            return PagedGroup(start, len(slots), table, self._tensor(length.astype(np.int32)))
-        blocks = self._tensor(self.slots.blocks[slots, :num_blocks].reshape(-1))
-        exists = np.arange(num_blocks * self.block_size) < length[:, None]
-        mask = self._tensor(np.where(exists, np.float32(0), np.float32("-inf"))).to(self.dtype)
-        return DecodeGroup(start, len(slots), blocks, mask[:, None, None, :])
+        table, lengths = (self._tensor(array.astype(np.int32)) for array in (pages, length))
+        return DecodeGroup(start, len(slots), table, lengths, in_place=self.paged)
 
     def _prefill_groups(
         self,

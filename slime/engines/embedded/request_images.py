@@ -23,7 +23,7 @@ _MAX_IMAGES = 256  # of one prompt
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlacedImage:
-    """A picture in a prompt. `places` [N]: where its image tokens stand, in ascending order."""
+    """A picture in a prompt. `places` [N]: ascending positions of its image tokens."""
 
     image: EncodedImage
     places: np.ndarray
@@ -41,7 +41,7 @@ class PlacedImage:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ImageRows:
-    """Features `first..last` of a picture stand in rows `rows` of a pass."""
+    """Maps features `first..last` of a picture to rows `rows` of a pass."""
 
     image: EncodedImage
     first: int
@@ -111,7 +111,7 @@ class ImageReader:
 
 
 def _raw(item: Any) -> Any:
-    """What is decoded: a data URL or bare base64. Paths and addresses are not read for clients."""
+    """Return the image data to decode, from a data URL or bare base64; paths and URLs are refused."""
     if isinstance(item, dict):
         item = item.get("url", item)
     if not isinstance(item, str):
@@ -138,7 +138,7 @@ class FeatureCache:
         self._made.clear()
 
     def rows(self, parts: Sequence[ImageRows]) -> tuple[torch.Tensor, Features]:
-        """Where features stand in a pass, and the features."""
+        """Return the rows of a pass that are image tokens, and their features."""
         self._compute({part.image.key: part.image for part in parts if part.image.key not in self._made})
         features = Features.joined([self._made[p.image.key].part(p.first, p.last) for p in parts])
         for part in parts:

@@ -1,8 +1,8 @@
 """Attention on a CPU for rows that share keys: spans of rows become one batch of plain matrix products.
 
-Samples of one prompt share its keys and have few of their own; tokens of a prompt read the tokens before
-them. Rows that begin with the same pages are sorted next to each other, and a span of them gathers each key
-once. Keys that not all rows of a span may see are masked.
+Samples of one prompt share its keys and have few of their own. Rows that begin with the same pages are sorted
+next to each other, and a span of such rows gathers each key once. Keys that not all rows of a span may see
+are masked.
 """
 
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ class SpanGroup:
 
 @dataclass(frozen=True, slots=True)
 class _ForHeads:
-    """Where vectors of one head stand: in queries that lie by head, in the pool, and in the result."""
+    """Rows of the vectors of one head: in queries ordered by head, in the pool, and in the result."""
 
     rows: Tensor  # [n x G x L x H / G]
     keys: Tensor  # [n x G x K]

@@ -1,4 +1,4 @@
-"""What the embedded engine demands of a run's arguments, and which models it cannot serve."""
+"""Checks a run's arguments for the embedded engine, and refuses models that it cannot serve."""
 
 from __future__ import annotations
 

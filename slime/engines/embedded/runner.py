@@ -1,4 +1,4 @@
-"""The model and its KV pool on one device: runs forward passes, gives memory back and takes it again."""
+"""The model and its KV pool on one device: runs forward passes, releases memory and allocates it again."""
 
 from typing import Any
 
@@ -28,10 +28,11 @@ _SMALL_BLOCK_SIZE = 4  # where rows gather keys in spans: more of what prompts b
 
 
 class ModelRunner:
-    """`max_total_tokens` None: derived from the free memory, and at most what all requests could need.
+    """Runs the model on one device.
 
-    `fp8_block`: updates bring FP8 weights in such blocks; None: as the checkpoint holds its own.
-    `paged`: decoding reads keys where they lie, in recorded passes; None: on GPUs, where the model allows it.
+    `max_total_tokens` None: derived from the free memory, and at most what all requests could need.
+    `fp8_block`: block size of FP8 weights in updates; None: as in the checkpoint.
+    `paged`: decoding reads keys in place, in recorded passes; None: on GPUs, if the model allows it.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class ModelRunner:
 
     @property
     def memory_bytes(self) -> int:
-        """What this process holds of the memory the model lives in: the GPU's, or the host's."""
+        """Bytes that this process holds in the memory of the model's device: the GPU's, or the host's."""
         if self.device.type == "cuda":
             return torch.cuda.memory_reserved(self.device)
         return psutil.Process().memory_info().rss

@@ -14,7 +14,6 @@ import torch
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-_CHUNK = 1024  # ids of the vocabulary
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -92,7 +91,7 @@ def sample(logits: torch.Tensor, rows: SampleRows) -> Draws:
 def _record(
     allowed: torch.Tensor, chosen: torch.Tensor, tokens: torch.Tensor, rows: SampleRows
 ) -> dict[int, np.ndarray]:
-    """What the recorded rows were drawn from; their entries of `chosen` become log-probs over it."""
+    """Return the ids that recorded rows were drawn from; `chosen` becomes log-probs over these ids."""
     banned = {row for row, _ in rows.banned}
     cut = rows.is_filtered | (rows.temperature == 0.0)
     wanted = np.array([row for row in rows.recorded if cut[row] or row in banned], np.int64)
@@ -122,44 +121,14 @@ def _ban(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
 
 
 def _draw(log_probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
-    # A CPU adds one after the other: in float32 the sum over a large vocabulary would swallow the tail. A GPU
-    # adds in a tree, where float32 is exact enough and half as slow.
-    if log_probs.device.type == "cpu":
-        return _find(log_probs.exp(), torch.from_numpy(u), torch.float64).squeeze(1)
-    return _draw_in_chunks(log_probs.exp(), torch.from_numpy(u).to(log_probs.device))
-
-
-def _draw_in_chunks(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """First a chunk of the vocabulary, then a token of it: few numbers are added one after the other."""
-    count, vocab = probs.shape
-    chunks = torch.nn.functional.pad(probs, (0, -vocab % _CHUNK)).view(count, -1, _CHUNK)
-    cumulative = chunks.sum(-1).cumsum(dim=-1)
-    target = _target(cumulative, u)
-    chunk = _place(cumulative, target)
-    before = torch.where(chunk > 0, cumulative.gather(1, (chunk - 1).clamp_(min=0)), 0)
-    share = (target - before) / (cumulative.gather(1, chunk) - before)  # how far into that chunk
-    inside = chunks[torch.arange(count, device=probs.device), chunk.squeeze(1)]
-    token = _find(inside, share.squeeze(1), torch.float32)
-    return (chunk * _CHUNK + token).squeeze(1).clamp_(max=vocab - 1)
-
-
-def _find(masses: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[N, 1] where the share `u` of each row's mass falls."""
-    cumulative = masses.cumsum(dim=-1, dtype=dtype)
-    return _place(cumulative, _target(cumulative, u))
-
-
-def _target(cumulative: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    # In float32 the sum over a large vocabulary would swallow the tail.
+    cumulative = log_probs.exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    # rounding must not reach the end
-    return torch.minimum(
-        u.to(cumulative.dtype)[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
-    )
-
-
-def _place(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    target = torch.from_numpy(u).to(total.device)[:, None] * total
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))  # never reaches the end
     # right=True steps over entries of mass 0: their cumulative value equals the one before
-    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
+    place = torch.searchsorted(cumulative, target, right=True)
+    return place.squeeze(1).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _filter(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:

@@ -20,7 +20,10 @@ from slime.engines.embedded.sequence import Sequence
 
 
 class Scheduler:
-    """Queues and pages. `layout`: lays out the passes of those that run, and has their slots."""
+    """Decides which sequences run in each pass, and allocates their KV-cache pages.
+
+    `layout` lays out the passes of running sequences and holds their slots.
+    """
 
     def __init__(
         self,

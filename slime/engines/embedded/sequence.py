@@ -12,7 +12,7 @@ from slime.wire.protocol import SamplingParams
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request in work. Only the engine's thread writes it; HTTP reads `len(log_probs)` tokens of it."""
+    """A running request. Only the engine's thread writes it; the HTTP side reads `len(log_probs)` tokens."""
 
     rid: str
     prompt: list[int]
@@ -73,7 +73,7 @@ class Sequence:
 
     @property
     def has_event(self) -> bool:
-        """Whether its newest token makes an event of a stream."""
+        """Whether the newest token is sent as an event of a stream."""
         return self.stream and len(self.output) % (self.sampling.stream_interval or 1) == 0
 
     @property

@@ -7,7 +7,7 @@ from slime.wire.protocol import SamplingParams
 
 
 class Detokenizer:
-    """Wraps a tokenizer; where a model folder has none, text is empty and stop strings are refused."""
+    """Wraps a tokenizer; if the model folder has none, text is empty and stop strings are refused."""
 
     def __init__(self, tokenizer: Any | None):
         self.tokenizer = tokenizer

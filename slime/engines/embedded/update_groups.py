@@ -1,4 +1,4 @@
-"""The engine's end of the process groups in which trainer ranks broadcast weights, one per pipeline stage."""
+"""Joins the process groups in which trainer ranks broadcast weights, one per pipeline stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Bucket = list[tuple[str, torch.dtype, tuple[int, ...]]]  # name, dtype and shape
 
 
 class UpdateGroups:
-    """The groups that stand, by name. Methods block; they are called beside the engine's thread."""
+    """The joined groups, by name. Methods block and must not be called on the engine's thread."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -88,19 +88,12 @@ class UpdateGroups:
 
 def read_bucket(body: Mapping[str, Any]) -> Bucket:
     """Return what is to come, in order."""
-    parts: list[Any] = [body.get(key) for key in ("names", "dtypes", "shapes")]
-    if not all(isinstance(part, list) for part in parts):
-        raise BadRequest("names, dtypes and shapes must be lists")
-    names, dtypes, shapes = parts
-    if not len(names) == len(dtypes) == len(shapes):
-        raise BadRequest("each name must have a dtype and a shape")
-    bucket: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        if not isinstance(name, str) or name in bucket:
-            raise BadRequest(f"names has {shown(name)}: expected strings that differ")
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise BadRequest(f"dtype {shown(dtype)}: expected one of {sorted(DTYPES)}")
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            raise BadRequest(f"the shape {shown(shape)}: expected a list of integers, none below zero")
-        bucket[name] = DTYPES[dtype], tuple(shape)
+    try:
+        columns = (body["names"], body["dtypes"], body["shapes"])
+        bucket = {str(name): (DTYPES[dtype], (*shape,)) for name, dtype, shape in zip(*columns, strict=True)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadRequest(
+            f"names, dtypes and shapes must be lists of a name, one of {sorted(DTYPES)} and a list of "
+            f"integers for each tensor: {shown(repr(error))}"
+        ) from error
     return [(name, *about) for name, about in bucket.items()]

@@ -1,4 +1,4 @@
-"""Replaces a model's parameters from shared memory or a checkpoint folder: verified, then applied whole.
+"""Replaces a model's parameters from shared memory or a checkpoint folder, after verifying all of them.
 
 Over a process group, parameters arrive and are applied bucket by bucket; the engine generates nothing until
 all have arrived.
@@ -30,7 +30,7 @@ class BadWeights(ValueError):
 
 
 class Source(Protocol):
-    """Where new tensors come from. `shapes` is known before any tensor is read."""
+    """Source of new tensors. `shapes` is known before any tensor is read."""
 
     shapes: dict[str, tuple[int, ...]]
 
@@ -120,7 +120,7 @@ class GroupSource:
 
 
 class DequantizedSource:
-    """A source whose FP8 weights are unpacked: this engine computes with the values they stand for."""
+    """Dequantizes the FP8 weights of another source."""
 
     def __init__(self, source: Source, block: tuple[int, int]):
         self._source, self._block = source, block
@@ -146,10 +146,10 @@ class DequantizedSource:
 
 
 class WeightStore:
-    """The parameters of one model under their hub names; tied parameters answer to each of their names.
+    """The parameters of one model under their hub names; tied parameters are found under each name.
 
-    `fp8_block`: the model's checkpoint holds FP8 weights in such blocks, and so do its updates. `hub_names`:
-    those of its tensors.
+    `fp8_block`: block size of FP8 weights in the checkpoint and in updates. `hub_names`: names of the
+    checkpoint's tensors.
     """
 
     def __init__(

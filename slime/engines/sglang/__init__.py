@@ -1,5 +1,4 @@
-"""SGLang servers as engines: how they are launched, watched and ended. SGLang itself is never imported here.
+"""Launches, watches and ends SGLang servers as engines; SGLang itself is never imported here.
 
-SGLang pins its own torch, so it lives in an environment of its own;
-`launch` runs there, everything else here.
+SGLang pins its own torch, so it has its own environment, in which `run_server.py` and `build_kernels.py` run.
 """

@@ -27,7 +27,7 @@ _TILE_WORDS = 8192
 
 
 class Call(NamedTuple):
-    """A function of the installed version that compiles a kernel, or looks whether it can."""
+    """A function of the installed version that compiles a kernel, or checks whether it can."""
 
     module: str
     name: str
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 def kernels(
     config: dict[str, Any], dtype: Any, index_dtype: Any, ranks: int, cache_bytes: int
 ) -> dict[str, list[Call]]:
-    """What a decoder of this config needs; for each kernel its call in each layout of SGLang's package."""
+    """Return the kernels of a decoder, each with its calls in the layouts of SGLang's package."""
     config = config.get("text_config", config)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -136,9 +136,9 @@ def main(words: list[str]) -> None:
     dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
     start = time.monotonic()
     cache_bytes = 1 if options.kv_cache_dtype.startswith("fp8") else dtype.itemsize
-    told = build_all(kernels(config, dtype, torch.int64, options.tp_size, cache_bytes))
-    told["checksums"] = f"code {checksums.wait()}"
-    listed = ", ".join(f"{name} {text}" for name, text in told.items())
+    results = build_all(kernels(config, dtype, torch.int64, options.tp_size, cache_bytes))
+    results["checksums"] = f"code {checksums.wait()}"
+    listed = ", ".join(f"{name} {text}" for name, text in results.items())
     print(f"kernels built beside the start in {time.monotonic() - start:.1f} s: {listed}", flush=True)
 
 

@@ -22,8 +22,6 @@ _CPU_WORDS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--sleep-on-idle"),
 )
-# The only attention that drafts on a CPU; `cpu_speculation.py` computes it.
-_CPU_DRAFT_WORDS = ("--speculative-draft-attention-backend", "intel_amx")
 _AT_A_TIME = "--max-running-requests"
 _CPU_MAX_TOTAL_TOKENS, _CPU_MAX_RUNNING = 65536, 64
 # What all-linear of --lora-target-modules comes to in the dense families: a server must know it before it
@@ -33,7 +31,7 @@ _LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 
 @dataclass(frozen=True, slots=True)
 class SGLangOptions:
-    """What we decide about a server. `extra`: the user's own flags, as words; they come last and win."""
+    """Options of a server that slime sets. `extra`: the user's own flags, which come last and win."""
 
     python: str
     model_path: str
@@ -51,7 +49,7 @@ class SGLangOptions:
 
 
 def run_command(args: Args, site: EngineSite) -> Command:
-    """How a server of a run is started."""
+    """Return the command that starts a server of a run."""
     assert args.sglang_python is not None, "the rules of the arguments find SGLang's interpreter"
     cpu = not site.gpu_ids
     return sglang_command(
@@ -129,7 +127,6 @@ def server_words(options: SGLangOptions) -> list[str]:
         words += _CPU_WORDS
         limits = {"--max-total-tokens": _CPU_MAX_TOTAL_TOKENS, _AT_A_TIME: _CPU_MAX_RUNNING}
         words += [word for name, limit in limits.items() if name not in given for word in (name, str(limit))]
-        words += _CPU_DRAFT_WORDS if "--speculative-algorithm" in given else ()
     elif options.most_requests and "--speculative-algorithm" in given and _AT_A_TIME not in given:
         # With speculation a server left to itself takes 48, and lets the others wait.
         words += [_AT_A_TIME, str(options.most_requests)]

@@ -1,4 +1,4 @@
-"""What SGLang demands of a run's arguments, and which models it cannot serve."""
+"""Checks a run's arguments for SGLang, and refuses models that it cannot serve."""
 
 from __future__ import annotations
 

@@ -2,18 +2,16 @@
 
 On a CPU machine five gaps of the wheel are filled first. That happens when the module is loaded, because
 SGLang spawns its workers, and a spawned process loads the main module again. Nothing on the path of a request
-is replaced, but for speculation (`cpu_speculation.py`).
+is replaced.
 """
 
 import functools
-import importlib.util
 import itertools
 import json
 import os
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 
@@ -22,7 +20,7 @@ def _missing_kernel(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class _NoKernels(types.ModuleType):
-    """Stands for `sgl_kernel`, whose wheel is for CUDA only: names import, and none of them can be called."""
+    """Replaces `sgl_kernel`, whose wheel is for CUDA only: its names can be imported, but not called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -65,30 +63,11 @@ def fill_cpu_gaps() -> None:
     # The record of routed experts locks its memory by hand.
     setattr(torch.cuda, "cudart", _NothingToLock)  # noqa: B010
     if _values(sys.argv, "--speculative-algorithm"):
-        refuse_trees(sys.argv)
-        _beside("cpu_speculation").install(kernels)
-
-
-def refuse_trees(words: list[str]) -> None:
-    """Ends the server where drafts on a CPU would be trees, before a request meets them."""
-    for width in _values(words, "--speculative-eagle-topk"):
-        if width != "1":
-            sys.exit(
-                f"--sglang-speculative-eagle-topk is {width}: drafts on a CPU are chains; give 1 or use a GPU"
-            )
-
-
-def _beside(name: str) -> Any:
-    """A module of this folder. It is not on the path, where its files could hide other modules."""
-    spec = importlib.util.spec_from_file_location(f"slime_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+        sys.exit("--sglang-speculative-algorithm needs a GPU: SGLang's kernels for it are in no CPU wheel")
 
 
 class _NothingToLock:
-    """CUDA's runtime as far as host memory is concerned: every page counts as locked."""
+    """Replaces CUDA's runtime for host memory: every page counts as locked."""
 
     @staticmethod
     def cudaHostRegister(_pointer: int, _size: int, _flags: int) -> int:
@@ -107,7 +86,7 @@ def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def spread_over_cores(ranks: int) -> None:
-    """Tell SGLang which cores are whose: else it refuses more ranks than there are NUMA nodes."""
+    """Assign cores to SGLang's ranks: else it refuses more ranks than there are NUMA nodes."""
     cores = sorted(os.sched_getaffinity(0))
     shares = [
         cores[i * len(cores) // ranks : (i + 1) * len(cores) // ranks] or cores[:1] for i in range(ranks)
@@ -153,9 +132,10 @@ def print_flags() -> None:
 
 
 def token_words() -> list[str]:
-    """What makes the server ask for a token. It comes in the environment: all users see command lines.
+    """Return the arguments that set the server's token, which is read from the environment.
 
-    The admin key alone would not do: /server_info is open then, and tells it.
+    Command lines are visible to all users of a machine, so the token is never part of one. With the admin
+    key alone, /server_info would be open and would reveal the key.
     """
     token = os.environ.pop("SLIME_ENGINE_TOKEN", None)
     return ["--api-key", token] if token else []

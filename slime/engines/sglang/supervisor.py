@@ -25,17 +25,14 @@ import psutil
 PORT, NCCL_PORT, BOOTSTRAP_PORT = "{port}", "{nccl_port}", "{bootstrap_port}"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
-_BIND_ATTEMPTS = 4
-_HOLD_ATTEMPTS = 40
 _STOP_GRACE_S = 3.0
-_BIND_ERRORS = ("address already in use", "port is already in use", "port not available")
 
 
 class PortHold:
-    """A port that is ours from now until the server binds it.
+    """Reserves a port until the server binds it.
 
-    The socket is bound and never listens: with SO_REUSEADDR on both sides the server may bind the same port,
-    while the system gives it to nobody who asks for any port.
+    The socket is bound and never listens: with SO_REUSEADDR on both sides the server can bind the same port,
+    while the system assigns it to no other program.
     """
 
     def __init__(self, host: str, port: int):
@@ -49,42 +46,29 @@ class PortHold:
 
 
 class Supervisor:
-    """One server, from the choice of its ports to its end."""
+    """Runs one server, from the choice of its ports to its end."""
 
     def __init__(self, options: argparse.Namespace):
         self._options = options
         self._server: subprocess.Popen[bytes] | None = None
-        self._helper: subprocess.Popen[bytes] | None = None
         self._workers: set[int] = set()
 
     def run(self) -> int:
         """Runs until the server ends; returns its exit code."""
         threading.Thread(target=self._watch_parent, daemon=True).start()
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
-        for attempt in range(1, _BIND_ATTEMPTS + 1):
-            log_start = os.fstat(1).st_size
-            code = self._serve_once()
-            if not self._port_was_taken(log_start) or attempt == _BIND_ATTEMPTS:
-                return code
-            print(f"supervisor: a port was taken, attempt {attempt + 1} of {_BIND_ATTEMPTS}", flush=True)
-            time.sleep(attempt)
-        raise AssertionError("the last attempt returns")
-
-    def _serve_once(self) -> int:
         named = [word for word in (NCCL_PORT, BOOTSTRAP_PORT) if word in self._options.command]
-        held = {PORT: self._hold(self._options.port), **{word: self._hold(0) for word in named}}
+        held = {PORT: PortHold(self._options.host, self._options.port)}
+        held |= {word: PortHold(self._options.host, 0) for word in named}
         port, words = held[PORT].port, {word: str(hold.port) for word, hold in held.items()}
-        self._workers = set()
         command = [words.get(word, word) for word in self._options.command]
         self._server = _spawn(command)
         if self._options.beside:  # not below the server, whose workers may not end
-            self._helper = _spawn([command[0], "-P", self._options.beside, *command[1:]])
-        try:
-            while (code := self._server.poll()) is None and not self._serves(port):
-                time.sleep(_POLL_S)
-        finally:
-            for hold in held.values():
-                hold.release()
+            _spawn([command[0], "-P", self._options.beside, *command[1:]])
+        while (code := self._server.poll()) is None and not self._serves(port):
+            time.sleep(_POLL_S)
+        for hold in held.values():
+            hold.release()
         if code is None:
             self._workers = _workers_of(self._server.pid)
             bootstrap_port = held[BOOTSTRAP_PORT].port if BOOTSTRAP_PORT in held else None
@@ -92,15 +76,6 @@ class Supervisor:
             code = self._wait_for_end()
         _kill_rest_of_group()
         return code
-
-    def _hold(self, port: int) -> PortHold:
-        """Hold a port. An earlier life of this engine may still have it on its way out: ask again."""
-        for _ in range(_HOLD_ATTEMPTS):
-            try:
-                return PortHold(self._options.host, port)
-            except OSError:
-                time.sleep(_POLL_S)
-        return PortHold(self._options.host, port)
 
     def _serves(self, port: int) -> bool:
         """True once the server makes a token (or whatever its probe stands for)."""
@@ -118,8 +93,8 @@ class Supervisor:
             states = [_state(pid) for pid in self._workers]
             if not all(states):
                 self._end_group("a worker of the server died")
-            # Polls are counted, not seconds: when this process was
-            # stopped with the others, they go on together.
+            # Polls are counted, not seconds: if this process was stopped
+            # together with the server, both resume together.
             stopped_polls = stopped_polls + 1 if psutil.STATUS_STOPPED in (*states, _state(server.pid)) else 0
             if stopped_polls > self._options.stopped_limit_s / _POLL_S:
                 self._end_group("the server or a worker of it is stopped (SIGSTOP)")
@@ -144,16 +119,6 @@ class Supervisor:
         if why:
             print(f"supervisor: {why}; it is ended", flush=True)
         os.killpg(os.getpgid(0), signal.SIGKILL)
-
-    def _port_was_taken(self, log_start: int) -> bool:
-        """Whether the server ended because it could not bind; what it said is in our common log file."""
-        if self._workers:
-            return False  # it served before it ended
-        with contextlib.suppress(OSError), open("/proc/self/fd/1", "rb") as log:
-            log.seek(log_start)
-            said = log.read().decode(errors="replace").lower()
-            return any(words in said for words in _BIND_ERRORS)
-        return False
 
 
 def _spawn(command: list[str]) -> subprocess.Popen[bytes]:

@@ -1,7 +1,7 @@
 """Sends everything that a process writes to stdout and stderr to a file, so that the screen stays intact.
 
-Descriptors 1 and 2 point at the file itself, so that output of C++ code, child processes and crashes is
-kept. What Python code prints is also passed to a callback, which may show it.
+Descriptors 1 and 2 refer to the file itself, so that output of C++ code, child processes and crashes is kept.
+Output of Python code is also passed to a callback, which may show it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from typing import TextIO
 from slime.observability.logging_utils import FORMAT
 from slime.utils.files.restricted import create_restricted, restricted
 
-_TAIL_BYTES = 4000
-
 OnText = Callable[[str], None]
 
 
 class Capture:
     """A context that captures output. Before `into` names a file, output waits in a temporary one.
 
-    `on_stdout`, `on_stderr`: called with what Python code prints. `stdout`, `stderr`: the original streams,
+    `on_stdout`: called with what Python code prints to stdout. `stdout`, `stderr`: the original streams,
     which can be written to while the block runs.
     """
 
-    def __init__(self, on_stdout: OnText | None = None, on_stderr: OnText | None = None) -> None:
-        self._on_text = (on_stdout, on_stderr)
+    def __init__(self, on_stdout: OnText | None = None) -> None:
+        self._on_text = (on_stdout, None)
         self.is_open = False
 
     def __enter__(self) -> Capture:
@@ -101,14 +99,6 @@ class Capture:
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError):  # a full disk is reported elsewhere
             os.write(self._log_fd, text.encode("utf-8", errors="replace"))
-
-    def unnamed_tail(self) -> str:
-        """Return the end of the output captured before a file was named; empty afterwards."""
-        if not self._is_spooled:
-            return ""
-        spool = self._spool.fileno()
-        start = max(0, os.fstat(spool).st_size - _TAIL_BYTES)
-        return os.pread(spool, _TAIL_BYTES, start).decode(errors="replace")
 
 
 _current: Capture | None = None  # descriptors belong to the whole process

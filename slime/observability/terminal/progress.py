@@ -13,17 +13,14 @@ from rich.text import Text
 from slime.catalog.metrics import is_eval_score
 
 REWARD, LOSS, STEP_TIME = "rollout/raw_reward", "train/loss", "perf/step_time"
-WASTE = "rollout/waste/"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 10  # steps over which speeds and shares are averaged
-_BARS = (16, 8)  # lengths of the progress bar; without room for either it is left out
-_SPARK, _LEAST_SPARK = 24, 8
+_SPARK = 24  # steps of the curve
 _SPLIT = (
     ("generate", "perf/train_wait_time"),
     ("train", "perf/train_time"),
     ("push", "perf/update_weights_time"),
 )
-_MAX_KEPT = 5000  # values of a curve
 
 
 @dataclass(slots=True)
@@ -42,7 +39,6 @@ class Progress:
     values: dict[int, float] = field(default_factory=dict)
     evals: dict[str, dict[int, float]] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
-    wasted: dict[str, float] = field(default_factory=dict)  # sums over all rollouts, such as "stale/tokens"
     _steps: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics of the last few steps
     _start: int = 0
     _first: int | None = None  # first step of this start, which is slow (kernels, caches)
@@ -57,18 +53,15 @@ class Progress:
             self._start, self.done = int(numbers["start"]), min(self.done, step)
             self._steps, self._first = {}, None
         self.latest |= numbers
-        for key in (key for key in numbers if key.startswith(WASTE)):
-            name = key.removeprefix(WASTE)
-            self.wasted[name] = self.wasted.get(name, 0.0) + numbers[key]
         self._first = step if self._first is None else self._first
         if self.value_key in numbers:
             self.values[step] = numbers[self.value_key]
-            _keep_last(self.values, _MAX_KEPT)
         for key in filter(is_eval_score, numbers):
             self.evals.setdefault(key, {})[step] = numbers[key]
         if str(row.get("step_key", "rollout/step")) == "rollout/step":
             self._steps.setdefault(step, {}).update(numbers)
-            _keep_last(self._steps, _RECENT + 1)
+            while len(self._steps) > _RECENT + 1:
+                del self._steps[next(iter(self._steps))]
         if self.done_key not in numbers or step < self.done:
             return False
         self.done = step + 1
@@ -94,18 +87,6 @@ class Progress:
         seconds = sum(time for _, _, time in steps)
         return sum(count * length for count, length, _ in steps) / seconds if seconds else None
 
-    def waste_words(self) -> str:
-        """Return wasted samples and tokens by cause, such as "stale 8 samples, 1.2k tokens", or "".
-
-        Wasted seconds are left out: those of concurrent requests add up to more than the run.
-        """
-        words = []
-        for cause in sorted({name.partition("/")[0] for name in self.wasted}):
-            samples, tokens = (self.wasted.get(f"{cause}/{unit}", 0.0) for unit in ("samples", "tokens"))
-            if samples:
-                words.append(f"{cause.replace('_', ' ')} {samples:.0f} samples, {short(tokens)} tokens")
-        return "; ".join(words)
-
     def split(self) -> dict[str, float]:
         """Return shares of the last steps' time; overlapped generation counts only while it is waited for."""
         steps = self._whole_steps((STEP_TIME,))
@@ -123,23 +104,20 @@ class Progress:
 
 def live_lines(progress: Progress, width: int, *, note: str = "", doing: str = "") -> list[Text]:
     """Return two lines: progress and metrics; the current activity and where the time goes."""
-    value, speeds = _value(progress), [(word, "dim") for word in _speeds(progress)]
-    used = [progress.title, _count(progress), value, note, *(word for word, _ in speeds)]
-    room = width - sum(len(word) + 2 for word in used if word)
-    bar = _bar(progress, next((size for size in _BARS if size + 2 + _LEAST_SPARK <= room), 0))
-    spark = sparkline(list(progress.values.values()), min(_SPARK, max(0, room - len(bar) - 2 * bool(bar))))
-    words = [(progress.title, "bold"), (bar, "cyan"), (_count(progress), "")]
-    words += [(value, "bold"), (spark, "green"), (note, ""), *speeds]
-    lines = [Text("  ").join(_fitting(words, width, 2))]
-    second = _fitting([(doing, "dim"), (_split_words(progress), "dim"), *_quality(progress)], width - 2, 3)
+    title, count, value, speeds = progress.title, _count(progress), _value(progress), _speeds(progress)
+    room = width - sum(len(word) + 2 for word in (title, count, value, note, *speeds) if word)
+    curve = sparkline(list(progress.values.values()), min(_SPARK, max(0, room)))
+    words = [(title, "bold"), (count, ""), (value, "bold"), (curve, "green"), (note, "")]
+    lines = [Text("  ").join(_fitting(words + [(word, "dim") for word in speeds], width, 2))]
+    details = [(word, "dim") for word in (doing, _split_words(progress), *_quality(progress))]
+    second = _fitting(details, width - 2, 3)
     return lines + ([Text("  ") + Text(" · ", "dim").join(second)] if second else [])
 
 
-def plain_line(progress: Progress, *, note: str = "") -> str:
+def plain_line(progress: Progress) -> str:
     """Return the progress as one line for a file or a pipe."""
-    words = [f"step {_count(progress)}", _value(progress), note, *_speeds(progress)]
-    words += [_split_words(progress), *(word for word, _ in _quality(progress))]
-    return "  ".join(filter(None, words))
+    words = [f"step {_count(progress)}", _value(progress), *_speeds(progress), _split_words(progress)]
+    return "  ".join(filter(None, [*words, *_quality(progress)]))
 
 
 def sparkline(values: list[float], width: int = _SPARK) -> str:
@@ -165,13 +143,6 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _bar(progress: Progress, size: int) -> str:
-    if not progress.total:
-        return ""
-    full = min(size, size * progress.done // progress.total)
-    return "━" * full + "╌" * (size - full)
-
-
 def _count(progress: Progress) -> str:
     return f"{progress.done}/{progress.total}" if progress.total else f"{progress.done}"
 
@@ -193,12 +164,11 @@ def _split_words(progress: Progress) -> str:
     return " ".join(f"{name} {share:.0%}" for name, share in progress.split().items())
 
 
-def _quality(progress: Progress) -> list[tuple[str, str]]:
+def _quality(progress: Progress) -> list[str]:
     words = []
     if "rollout/staleness/mean" in progress.latest:
-        words.append((f"staleness {progress.latest['rollout/staleness/mean']:.2g}", "dim"))
-    scores = {key: list(values.values())[-1] for key, values in progress.evals.items()}
-    return words + [(f"{key} {score:.3g}", "dim") for key, score in scores.items()]
+        words.append(f"staleness {progress.latest['rollout/staleness/mean']:.2g}")
+    return words + [f"{key} {list(values.values())[-1]:.3g}" for key, values in progress.evals.items()]
 
 
 def _fitting(words: list[tuple[str, str]], width: int, gap: int) -> list[Text]:
@@ -214,8 +184,3 @@ def _fitting(words: list[tuple[str, str]], width: int, gap: int) -> list[Text]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _keep_last(values: dict[int, Any], count: int) -> None:
-    while len(values) > count:
-        del values[next(iter(values))]

@@ -52,7 +52,7 @@ class Terminal:
         """Replace the live lines; without a terminal nothing is shown."""
         with self._lock:
             self._live = list(lines) if self.is_live else []
-            if self._is_in_front():
+            if self._is_in_foreground():
                 self._write(self._erased() + self._redrawn())
 
     def settle(self, *, keep: bool) -> None:
@@ -90,8 +90,8 @@ class Terminal:
         self._drawn = []
         return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "") + "\x1b[J"
 
-    def _is_in_front(self) -> bool:
-        """Return False for a background job, which would draw over the shell's prompt."""
+    def _is_in_foreground(self) -> bool:
+        """Return False for a background job of a shell, which would draw over the shell's prompt."""
         try:
             return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
         except (OSError, ValueError, AttributeError):

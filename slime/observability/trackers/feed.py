@@ -1,4 +1,4 @@
-"""The run's side of a tracker: starts its process, and warns once if the tracker falls behind."""
+"""The run's side of a tracker: starts its process, and warns once if it fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.catalog.trackers import TRACKERS
-from slime.observability.trackers.follower import SentProgress, read_progress
+from slime.observability.trackers.follower import read_progress
 from slime.utils.files.run_file import METRICS_FILE
 from slime.utils.machine import children
 from slime.utils.machine.own_command import as_typed
@@ -21,8 +21,7 @@ from slime.utils.machine.own_command import as_typed
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 5.0  # between two checks of its process
-_SILENT_S = 180.0  # without progress although there is something to send
-_END_S, _END_SILENT_S = 120.0, 15.0  # how long the end of a run waits: in all, and without progress
+_END_S = 60.0  # how long the end of a run waits
 
 
 class Feed:
@@ -36,8 +35,7 @@ class Feed:
             env = {**os.environ, **children.import_environment()}
             self._process = children.start(command, stdin=children.PIPE, output=log, env=env)
         self._warned = False
-        self._checked = self._moved = time.monotonic()
-        self._at: tuple[int, float] = (-1, 0.0)
+        self._checked = time.monotonic()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended already, which the first check reports
             given = {"service": TRACKERS[name].service, "options": dict(options)}
@@ -52,39 +50,19 @@ class Feed:
                 self._warn(f"{trouble}; the run continues")
 
     def finish(self) -> None:
-        """Wait until the rest is sent; a process that makes no progress is killed."""
+        """Wait until the rest is sent; a process that takes too long is killed."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        self._moved = started = time.monotonic()
-        while self._process.poll() is None:
-            is_open = self._note_progress().pid == self._process.pid  # else it imports its package
-            now = time.monotonic()
-            if now - started > _END_S or (is_open and now - self._moved > _END_SILENT_S):
-                self._process.kill()
-                self._warn("it did not accept the rest in time")
-                break
-            time.sleep(0.05)
-        if self._process.wait() != 0:
+        if children.wait_or_kill(self._process, _END_S) < 0:
+            self._warn("it did not accept the rest in time")
+        elif self._process.returncode != 0:
             self._warn(self._reason())
 
     def _trouble(self) -> str | None:
         if self._process.poll() is not None:
             return f"its process ended ({self._reason()})"
-        progress = self._note_progress()
-        if progress.error:
-            return progress.error
-        waiting = (self._folder / METRICS_FILE).stat().st_size > progress.offset
-        if waiting and time.monotonic() - self._moved > _SILENT_S:
-            return f"it has accepted nothing for {_SILENT_S:.0f} s"
-        return None
-
-    def _note_progress(self) -> SentProgress:
-        progress = read_progress(self._folder, self.name)
-        at = (progress.offset, progress.rollouts_until)
-        if at != self._at:
-            self._at, self._moved = at, time.monotonic()
-        return progress
+        return read_progress(self._folder, self.name).error
 
     def _reason(self) -> str:
         return read_progress(self._folder, self.name).error or children.last_lines(self.log_path, 1)

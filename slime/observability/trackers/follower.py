@@ -38,7 +38,7 @@ _LAST_S = 120.0  # limit for sending the rest once the run has ended
 
 @dataclass(frozen=True, slots=True)
 class SentProgress:
-    """How much a tracker has sent. `error`: why it is stuck; None: it is not.
+    """Progress of a tracker. `error`: why it is stuck; None: it is not.
 
     Example: SentProgress(offset=5120, rollouts_until=1754820000.1) has sent 5,120 bytes of metrics.jsonl.
     """
@@ -47,7 +47,6 @@ class SentProgress:
     rollouts_until: float = 0.0
     refused: int = 0  # reports that the service rejected
     error: str | None = None
-    pid: int | None = None  # of the process that opened the service last
 
 
 def progress_file(folder: Path, name: str) -> Path:
@@ -55,10 +54,12 @@ def progress_file(folder: Path, name: str) -> Path:
 
 
 def read_progress(folder: Path, name: str) -> SentProgress:
-    """Read how much a tracker has sent; nothing where there is no file."""
+    """Return how much a tracker has sent; nothing if there is no file."""
     try:
-        return SentProgress(**json.loads(progress_file(folder, name).read_bytes()))
-    except (OSError, ValueError, TypeError):
+        data = json.loads(progress_file(folder, name).read_bytes())
+        data.pop("pid", None)  # of an earlier release
+        return SentProgress(**data)
+    except (OSError, ValueError, TypeError, AttributeError):
         return SentProgress()
 
 
@@ -69,13 +70,13 @@ class Follower:
         self._name, self._run, self._open = name, run, open_service
         self._service: Service | None = None
         self._failed_at: tuple[int, float] | None = None  # where an open service failed last
-        self.progress = replace(read_progress(run.folder, name), error=None, pid=None)
+        self.progress = replace(read_progress(run.folder, name), error=None)
 
     def step(self) -> bool:
         """Send a part of what is new; return False if there was nothing. Raises what the service raises."""
         if self._service is None:
             self._service = self._open(self._run)
-            self.progress = replace(self.progress, error=None, pid=os.getpid())
+            self.progress = replace(self.progress, error=None)
             self._save(self.progress)
         found = False
         file = self._run.folder / METRICS_FILE

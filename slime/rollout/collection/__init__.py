@@ -1,1 +1,1 @@
-"""Filling a training batch: which groups are kept, returned or given up, and how old their tokens are."""
+"""Fills a training batch: decides which groups are kept, returned or dropped, and limits their age."""

@@ -1,7 +1,7 @@
-"""Fill one training batch: start groups, collect them as they finish, and end what is left over.
+"""Fills one training batch: starts groups, collects them as they finish, and ends the rest.
 
-What is still in flight when the batch is full returns to the data source, with `--partial-rollout` together
-with the tokens it has.
+Groups that are still in flight when the batch is full return to the data source; with `--partial-rollout`
+they keep the tokens that they have.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Decides which generated groups are trained, and accounts for all of them.
+"""Decides which generated groups are trained on, and accounts for all of them.
 
 A collector takes groups from the data source and fills `kept`. Every group ends in exactly one place: the
 batch, the count of filtered groups, the count of failed groups, or the buffer.
@@ -16,10 +16,9 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.catalog.limits import limit
 from slime.liveness import waits
-from slime.liveness.loop_watch import loop_watch
 from slime.rollout import ledger
 from slime.rollout.collection.waste import Waste, teaches_nothing
-from slime.rollout.data_source import DataSource
+from slime.rollout.data_source import CountingJournal, DataSource
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
     MetricGatherer,
@@ -28,9 +27,9 @@ from slime.rollout.filter_hub.base_types import (
 )
 from slime.rollout.generation.generate_request import PromptError
 from slime.rollout.generation.scope import RequestScope
-from slime.rollout.journal import CountingJournal, Outcome
 from slime.rollout.prompt_groups import (
     Group,
+    Outcome,
     attempt_of,
     begin_again,
     describe,
@@ -170,9 +169,8 @@ class Collector(abc.ABC):
             wanted = f"--n-samples-per-prompt is {self.args.n_samples_per_prompt}"
             raise ValueError(f"{describe(group)}: the group has {len(group)} entries, {wanted}.")
         self.decided.append(group)
-        made = [s for s in samples if s.status is not Sample.Status.FAILED]
-        self.counts["samples_failed"] += len(samples) - len(made)
-        output, alike = self._verdict(made), teaches_nothing(self.args, group)
+        self.counts["samples_failed"] += sum(s.status is Sample.Status.FAILED for s in samples)
+        output, alike = self._verdict(samples), teaches_nothing(self.args, group)
         drops = should_drop_dynamic_filter_output(
             output, remaining_batch_size=self._remaining, target_data_size=self.target
         )
@@ -187,14 +185,12 @@ class Collector(abc.ABC):
         self.counts["kept"] += 1
         if alike:
             self.waste.equal_rewards(group, ticket.scope)
-        if self.args.spare_samples_per_prompt:
-            self.waste.spares(group, ticket.scope)
 
     def _report_drops(self, dropped: int) -> None:
         """Warn each time the number has doubled; stop the run if the filter keeps nothing at all."""
         batches, rest = divmod(dropped, 10 * self.target)
         if rest == 0 and batches & (batches - 1) == 0:
-            logger.warning("rollout %d: the filter has dropped %d groups so far", self.rollout_id, dropped)
+            logger.warning("Rollout %d: the filter has dropped %d groups so far", self.rollout_id, dropped)
         if not self.kept and dropped >= max(MAX_DROPPED, MAX_DROPPED_BATCHES * self.target):
             name = f"--dynamic-sampling-filter-path {self.args.dynamic_sampling_filter_path}"
             raise RunStopped(
@@ -206,7 +202,7 @@ class Collector(abc.ABC):
         option, path = "--dynamic-sampling-filter-path", self.args.dynamic_sampling_filter_path
         if path is None:
             return DynamicFilterOutput(keep=True)
-        with plugin_call(option, path, lambda: describe_fully(samples)), loop_watch.step(f"{option} {path}"):
+        with plugin_call(option, path, lambda: describe_fully(samples)):
             return call_dynamic_filter(load_function(path), self.args, samples)
 
     def _on_generation_failure(self, ticket: Ticket, error: BaseException) -> None:
@@ -221,7 +217,7 @@ class Collector(abc.ABC):
         self.waste.begun("failed", ticket.origin, ticket.origin, ticket.scope)
         if action == "retry":
             self._requeue(ticket, ticket.origin, str(error))
-        else:  # with "keep" nothing of the group is left to keep
+        else:
             self._drop(ticket, ticket.origin, "generation", str(error))
 
     def _drop(self, ticket: Ticket, group: Group, reason: str, cause: str) -> None:

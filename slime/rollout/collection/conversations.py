@@ -1,4 +1,4 @@
-"""Batches of written conversations: supervised answers and preference pairs; nothing is generated."""
+"""Makes batches from given conversations (supervised training, preference pairs) without generation."""
 
 import logging
 from collections import Counter
@@ -10,8 +10,7 @@ from slime.data.media import bare_messages
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import DataSource
 from slime.rollout.generation.sample_images import encode_prompt_with_images, pictures_of
-from slime.rollout.journal import Outcome
-from slime.rollout.prompt_groups import Group, describe
+from slime.rollout.prompt_groups import Group, Outcome, describe
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 from slime.utils.processing_utils import load_processor
 from slime.utils.types import Sample
@@ -46,10 +45,21 @@ def fill_batch(
                 rows = f"none of {len(data_source)} {what}"
                 raise ValueError(f"--prompt-data: {rows} can be trained on: {dict(skipped)}.")
     if skipped:
-        logger.warning("rollout %d: %s left out: %s", rollout_id, what, dict(skipped))
+        logger.warning("Rollout %d: %s left out: %s", rollout_id, what, dict(skipped))
     _settle(data_source, groups, "trained")
     metrics = {f"rollout/{metric}/skipped_{reason}": count for reason, count in skipped.items()}
     return RolloutFnTrainOutput(samples=groups, metrics=metrics or None)
+
+
+def conversation_of(prompt: Any, completion: Any) -> Messages:
+    """Join a prompt and its completion, each of them text or messages, to one conversation."""
+    parts: Messages = []
+    for role, content in (("user", prompt), ("assistant", completion)):
+        if not isinstance(content, (str, list)):
+            what = "prompt" if role == "user" else "completion"
+            raise ValueError(f"the {what} is {type(content).__name__}: write text, or a list of messages.")
+        parts += [{"role": role, "content": content}] if isinstance(content, str) else content
+    return parts
 
 
 def write_tokens(

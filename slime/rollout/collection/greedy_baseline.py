@@ -1,4 +1,4 @@
-"""Adds a greedy response to each group, whose reward is the baseline of remax; it is never trained."""
+"""Adds a greedy response to each group, whose reward is the baseline of remax; it is never trained on."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -50,10 +50,10 @@ def name_versions(sample: Sample, answers: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PushPlan:
-    """When weights change between rollouts: how far the trainer will be ahead of what engines hold.
+    """Predicts how many versions the trainer will be ahead of the engines, by when weights are pushed.
 
-    The synchronous loop pushes after each step. The overlapped one makes a rollout while it trains the one
-    before, and pushes once that is made: what it trains next is a version older already.
+    The synchronous loop pushes after each step. The overlapped loop generates a rollout while it trains on
+    the previous one, and pushes when generation is done, so that the next rollout is one version old.
 
     Example: PushPlan(overlapped=True, interval=1, start=0).until(3, 3) is 1.
     """

@@ -37,13 +37,6 @@ class Waste:
         if scope.num_sent and (lost or after == before):
             self._add(cause, min(len(flatten_samples(origin)), scope.num_sent), lost, scope.seconds)
 
-    def spares(self, group: Group, scope: RequestScope) -> None:
-        """Count the spares that were aborted because a group was full."""
-        lost = scope.tokens - sum(map(num_made, flatten_samples(group)))
-        number = scope.num_sent - len(flatten_samples(group))
-        if lost > 0 and number > 0:
-            self._add("aborted", number, lost, scope.seconds * number / scope.num_sent)
-
     def _add(self, cause: str, samples: int, tokens: int, seconds: float) -> None:
         for unit, value in zip(UNITS, (samples, tokens, seconds), strict=True):
             self._sums[cause, unit] += value  # type: ignore[assignment]  # seconds are floats

@@ -1,4 +1,4 @@
-"""What a dynamic sampling filter answers, how it is called, and how its drops are counted."""
+"""Defines the output of a dynamic sampling filter, calls filters, and counts dropped groups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
 def should_drop_dynamic_filter_output(
     output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
 ) -> bool:
-    """Whether the group is dropped, while `remaining_batch_size` groups, this one too, can fill the batch."""
+    """Return whether to drop the group; `remaining_batch_size` groups, this one too, can fill the batch."""
     if output.keep:
         return False
     return not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)

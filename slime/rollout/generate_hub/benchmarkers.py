@@ -1,4 +1,4 @@
-"""Generate functions that load engines in a known way, to measure them."""
+"""Generate functions that put a defined load on engines, for benchmarks."""
 
 import logging
 import random

@@ -1,1 +1,1 @@
-"""Asking the engines for tokens: what a request holds, how many are in flight, and how they are aborted."""
+"""Requests tokens from engines: builds requests, limits how many are in flight, and aborts them."""

@@ -1,4 +1,4 @@
-"""Turns that a program asks for through an endpoint for agents: whatever it asks for, the run continues."""
+"""Handles turns that an agent program requests through an endpoint; no request can stop the run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SHAPING = frozenset({"temperature", *NEUTRAL, *CONSTRAINTS})
 
 
 class ClientRequests:
-    """The requests of a program for one generate call. Outside of a call nothing is trained, nor changed.
+    """Requests of an agent program in one generate call; requests outside of a call are not trained on.
 
-    It is made in the call, and used by the thread of the endpoint, whose context is that of another call.
+    It is created in the call, and used by the endpoint's thread, which has the context of another call.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from slime.arguments import PluginArgs
-from slime.arguments.groups.trained_sampling import engines_tell_nucleus, is_cut, replays_nucleus
+from slime.arguments.groups.trained_sampling import engines_report_nucleus, replays_nucleus, restricts_nucleus
 from slime.data.mix import mix64
 from slime.rollout.generation.policy_requests import check_sampling, is_trained
 from slime.rollout.generation.sample_images import encode_prompt_with_images, pictures_of, wire_form
@@ -44,7 +44,7 @@ def sampling_params_of(args: PluginArgs) -> dict[str, Any]:
         "skip_special_tokens": args.rollout_skip_special_tokens,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
-        **(_ASKS_WHAT_IS_KEPT if replays_nucleus(args) and engines_tell_nucleus(args) else {}),
+        **(_ASKS_WHAT_IS_KEPT if replays_nucleus(args) and engines_report_nucleus(args) else {}),
     }
 
 
@@ -111,7 +111,7 @@ def check_answer(args: PluginArgs, request: GenerateRequest, answer: Generation)
     if not wrong and request.sampling.return_top_p_token_ids:
         found = top_p.from_meta(answer.meta)
         if found is None:
-            wrong = "it does not tell which ids it drew its tokens from, which it was asked for"
+            wrong = "it does not report the ids that its tokens were drawn from, which the request asked for"
         else:
             wrong = top_p.wrong_with(*found, answer.ids, args.vocab_size)
     if wrong:
@@ -157,9 +157,11 @@ def build_request(
     if wrong is not None:  # it would crash some engines
         found = f"{describe(sample)} has token id {wrong}, the model's vocabulary has {args.vocab_size} ids"
         raise PromptError(f"{found}: the tokenizer of --hf-checkpoint and the model do not belong together.")
-    can_tell = is_trained() and not args.allow_sampling_mismatch and engines_tell_nucleus(args)
-    is_cut_off = is_cut(sampling_params, args.vocab_size) or sample.rollout_top_p_token_offsets is not None
-    if can_tell and is_cut_off:
+    can_report = is_trained() and not args.allow_sampling_mismatch and engines_report_nucleus(args)
+    is_restricted = (
+        restricts_nucleus(sampling_params, args.vocab_size) or sample.rollout_top_p_token_offsets is not None
+    )
+    if can_report and is_restricted:
         sampling_params = {**sampling_params, **_ASKS_WHAT_IS_KEPT}
     check_sampling(args, sampling_params)
     params = {"sampling_seed": sampling_seed(args, sample), **sampling_params, "max_new_tokens": budget}

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.arguments import PluginArgs
-from slime.arguments.groups.trained_sampling import engines_tell_nucleus, refusal
+from slime.arguments.groups.trained_sampling import engines_report_nucleus, refusal
 from slime.rollout.generation.scope import current_scope
 from slime.rollout.prompt_groups import describe
 from slime.utils import http_utils, top_p
@@ -74,15 +74,15 @@ def check_sampling(args: PluginArgs, params: Mapping[str, Any]) -> None:
 
 
 def refusal_of(args: PluginArgs, params: Mapping[str, Any]) -> str | None:
-    can_tell, custom = engines_tell_nucleus(args), params.get("custom_params")
-    told = can_tell and isinstance(custom, Mapping) and bool(custom.get(top_p.REQUEST_FIELD))
+    can_report, custom = engines_report_nucleus(args), params.get("custom_params")
+    reported = can_report and isinstance(custom, Mapping) and bool(custom.get(top_p.REQUEST_FIELD))
     ask = f"ask for the kept ids with sampling_params['custom_params'] = {{{top_p.REQUEST_FIELD!r}: True}}"
     return refusal(
         params,
         spelling=lambda name: f"sampling_params[{name!r}]",
         vocab_size=args.vocab_size,
-        nucleus_told=told,
-        to_be_told=ask if can_tell else "use --rollout-engine embedded, which tells",
+        nucleus_reported=reported,
+        fix=ask if can_report else "use --rollout-engine embedded, which reports them",
     )
 
 
@@ -101,7 +101,7 @@ class PolicyRequests:
         self._addresses = {_address(urlsplit(url).netloc) for url in args.engine_urls} | {_address(router)}
         self.refused: SamplingRefused | None = None
         self.versions: set[str] = set()  # weight versions of the responses
-        self.told_nucleus = False  # a response for training named the ids that its tokens were drawn from
+        self.got_nucleus = False  # a response for training named the ids that its tokens were drawn from
 
     @contextlib.contextmanager
     def entered(self) -> Iterator["PolicyRequests"]:
@@ -140,8 +140,8 @@ class PolicyRequests:
         for prompt in ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]:
             wrong = wrong_token_id(prompt, size) if isinstance(prompt, (list, tuple)) else None
             if wrong is not None:  # it would crash some engines
-                told = f"not sent: input_ids has token id {wrong}, the vocabulary has {size} ids"
-                raise http_utils.HttpError(400, told, url)
+                problem = f"not sent: input_ids has token id {wrong}, the vocabulary has {size} ids"
+                raise http_utils.HttpError(400, problem, url)
         params = payload.get("sampling_params")
         if urlsplit(str(url)).path.rstrip("/") in OPENAI_PATHS:
             params = payload
@@ -166,17 +166,15 @@ class PolicyRequests:
             if scope is not None and meta.get("id") not in scope.rids:
                 number = meta.get("completion_tokens")
                 scope.note_tokens(number if isinstance(number, int) else 0)
-            self.told_nucleus |= bool(meta.get("top_p_token_ids"))
+            self.got_nucleus |= bool(meta.get("top_p_token_ids"))
 
     def check_nucleus(self, sample: Sample) -> None:
         """Raise if a function got the ids that its tokens were drawn from and did not record them."""
         trained = any(sample.loss_mask or [1] * sample.response_length)
-        if self.told_nucleus and trained and sample.rollout_top_p_token_offsets is None:
-            told = (
-                f"the generate function was told which ids the tokens of {describe(sample)} were drawn from"
-            )
+        if self.got_nucleus and trained and sample.rollout_top_p_token_offsets is None:
+            found = f"the generate function got the ids that the tokens of {describe(sample)} were drawn from"
             hint = "pass the answer's meta_info to sample.append_response_tokens"
-            raise SamplingRefused(f"{told}, but the sample does not carry them: {hint}.")
+            raise SamplingRefused(f"{found}, but the sample does not carry them: {hint}.")
 
     def _generates(self, url: str) -> bool:
         parts, paths = urlsplit(str(url)), (NATIVE_PATH, *OPENAI_PATHS)

@@ -1,7 +1,7 @@
-"""Pictures of samples: into token ids and train inputs, onto the wire, and behind later turns.
+"""Converts pictures of samples to token ids, train inputs and request fields, also in later turns.
 
 Samples of one prompt share the pixels of their pictures: `multimodal_train_inputs` is the same object in all
-of them, so that it travels to the trainer once.
+of them, so that it is sent to the trainer once.
 """
 
 from __future__ import annotations

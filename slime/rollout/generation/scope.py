@@ -1,4 +1,4 @@
-"""The requests of one rollout or evaluation, so that an abort reaches exactly these.
+"""Tracks the requests of one rollout or evaluation, so that an abort reaches exactly these.
 
 A scope lives in a context variable: every task that a rollout starts inherits it, and evaluation has its own.
 """
@@ -18,9 +18,9 @@ _current: ContextVar["RequestScope | None"] = ContextVar("slime_request_scope", 
 class RequestScope:
     """Request ids in flight, and the cost of all requests: `num_sent`, `tokens` and `seconds`.
 
-    After `abort` no new work starts. Adapters register ids from their own threads. `engines`: the router that
-    "default" means for these requests. `name`: the prefix of the ids of its requests, and of no others: its
-    first part has a fixed width, each part of a scope adds a number, and every part ends with a dot.
+    After `abort` no new work starts. Adapters register ids from their own threads. `engines`: the router for
+    requests to "default". `name`: unique prefix of the ids of its requests; the first part has a fixed width,
+    each nested scope adds a number, and every part ends with a dot.
     """
 
     def __init__(self, max_context_len: int | None = None, engines: str = "default") -> None:

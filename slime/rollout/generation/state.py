@@ -11,7 +11,7 @@ from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.catalog.deadlines import timeout_s
 from slime.liveness import waits
-from slime.rollout.generation.concurrency import Limit, make_limit
+from slime.rollout.generation.concurrency import Limit
 from slime.rollout.generation.generate_request import sampling_params_of
 from slime.rollout.generation.policy_requests import is_trained
 from slime.rollout.generation.scope import RequestScope, current_scope
@@ -55,7 +55,10 @@ class GenerateState(metaclass=OnePerArgs):
     @property
     def access(self) -> "_Access":
         """Return how the running loop reaches the engines of the current task."""
-        held, engines = self._access.setdefault(asyncio.get_running_loop(), {}), self.scope.engines
+        loop, engines = asyncio.get_running_loop(), self.scope.engines
+        held = self._access.get(loop)
+        if held is None:
+            held = self._access[loop] = {}
         if engines not in held:
             held[engines] = _Access(self.args, engines)
         return held[engines]
@@ -89,13 +92,16 @@ class GenerateState(metaclass=OnePerArgs):
     @contextlib.asynccontextmanager
     async def sending(self, request: GenerateRequest) -> AsyncIterator[Callable[[int], None]]:
         """Register a request while it is in flight; call what this yields with its number of tokens."""
+        cap = self.access.tokens
         tokens = len(request.input_ids or ()) + (request.sampling.max_new_tokens or 0)  # in a KV cache
-        capped = (
-            contextlib.nullcontext() if self.access.tokens is None else self.access.tokens.holding(tokens)
-        )
-        async with capped:
+        if cap is not None:
+            await cap.enter(tokens)
+        try:
             with self.scope.sending(request.rid) as note_tokens:
                 yield lambda number: note_tokens(number if is_trained() else 0)
+        finally:
+            if cap is not None:
+                cap.leave(tokens)
 
     def engine_of(self, answer: Generation) -> dict[str, str]:
         """Return the name of the engine that responded; empty if a router does not report it."""
@@ -108,10 +114,10 @@ class _Access:
     """A client and the limits of one event loop for one set of engines; they belong to the loop."""
 
     def __init__(self, args: PluginArgs, engines: str) -> None:
-        reserved = engines == EVALUATION_ENGINES  # no other client loads these, so the limit stays fixed
+        reserved = engines == EVALUATION_ENGINES
         num_engines = args.eval_num_engines if reserved else max(1, args.rollout_num_engines)
         most = args.sglang_server_concurrency * num_engines
-        self.samples = Limit(most) if reserved else make_limit(args, most)
+        self.samples = Limit(most)
         cap = args.max_tokens_in_flight
         self.tokens = None if cap is None else Limit(cap)
         self._args, self._max_running = args, most

@@ -1,4 +1,4 @@
-"""A gate that each request of a generate call passes; it closes when the rollout ends.
+"""Holds back requests of a generate call once its rollout has ended.
 
 With --partial-rollout a call that generates through sessions (`slime.agent.session`) waits at its gate and
 resumes when a later rollout of this process issues the sample again.
@@ -18,7 +18,7 @@ from typing import Any
 from slime.arguments import PluginArgs
 from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.prompt_groups import Entry, copy_sample
-from slime.utils.types import Sample, flatten_samples
+from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class RolloutEnded(RuntimeError):
 
 
 class TurnGate:
-    """Any thread may pass. `keeps`: requests after the end of the rollout wait for the next rollout."""
+    """A gate that every request of a call passes. `keeps`: late requests wait for the next rollout."""
 
     def __init__(self, scope: RequestScope | None = None, *, keeps: bool = False) -> None:
         self.scope = scope or RequestScope()
@@ -110,7 +110,6 @@ class KeptCall:
 
     def __init__(self, gate: TurnGate, call: Coroutine[Any, Any, Entry]) -> None:
         self.gate = gate
-        self.waited = False  # for a later rollout
         with gate.entered():
             self.task: asyncio.Task[Entry] = asyncio.ensure_future(call)
 
@@ -164,15 +163,11 @@ async def call_or_wait(sample: Sample, call: Coroutine[Any, Any, Entry]) -> Entr
     origin = copy_sample(sample)
     made = await kept.result()
     if made is not None:
-        for one in flatten_samples([made]) if kept.waited else ():
-            # It may have started as a spare of its group, under another index.
-            one.index = sample.index
-            one.rollout_id = one.rollout_id if one.rollout_id is None else sample.rollout_id or sample.index
         return made
     origin.status = Sample.Status.ABORTED
     origin.session_id = sample.session_id
     assert origin.session_id is not None, "samples of a rollout have a session"
-    _waiting[origin.session_id], kept.waited = kept, True
+    _waiting[origin.session_id] = kept
     while len(_waiting) > MAX_WAITING:
         oldest = _waiting.popitem(last=False)[1]
         oldest.give_up()

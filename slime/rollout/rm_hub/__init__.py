@@ -19,7 +19,6 @@ _HOMES = {
     "grade_answer_verl": "math_utils",
     "remote_rm": "remote",
     "score_samples": "scoring",
-    "settle_reward": "outcomes",
     "RewardConfigError": "outcomes",
     "RewardFailuresExceeded": "outcomes",
 }

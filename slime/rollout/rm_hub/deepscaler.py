@@ -1,4 +1,4 @@
-"""The `deepscaler` reward: after the thinking, a boxed answer that equals one of the references."""
+"""The `deepscaler` reward: 1 if the boxed answer after the reasoning equals one of the references."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def warm_up() -> None:
 
 
 def expressions_equal(left: str, right: str) -> bool:
-    """Whether both texts are expressions of the same value; what is too large to work out equals nothing."""
+    """Return whether two texts have the same value; an expression too large to evaluate equals nothing."""
     import sympy  # here, not above: only the grading of expressions pays for it
 
     try:
@@ -173,7 +173,7 @@ class _Parser:
         raise ValueError(f"unexpected {token!r}")
 
     def argument(self) -> Any:
-        """What follows a command: a group, or the shortest thing that stands alone (\\frac12 is one half)."""
+        """Parse the argument of a command: a group, or one token (\\frac12 is one half)."""
         token = self.peek()
         if token is not None and token.isdigit() and len(token) > 1:
             self._tokens[self._at : self._at + 1] = [token[0], token[1:]]

@@ -1,4 +1,4 @@
-"""The `gpqa` reward: which letter a multiple-choice answer settled on, against the right one."""
+"""The `gpqa` reward: compares the chosen letter of a multiple-choice response with the correct one."""
 
 from __future__ import annotations
 

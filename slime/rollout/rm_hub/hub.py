@@ -7,6 +7,7 @@ import copy
 import difflib
 import importlib.util
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,21 +16,23 @@ from slime.arguments import Flags, PluginArgs, with_defaults
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.rewards import BOXED, REWARDS, Reward
 from slime.liveness import waits
-from slime.liveness.loop_watch import loop_watch
 from slime.observability.rollout_metrics import NOT_COMPARED_KEY
 from slime.rollout.answers import answer_text
 from slime.rollout.prompt_groups import describe_fully
 from slime.rollout.rm_hub.outcomes import RewardConfigError
-from slime.rollout.rm_hub.workers.checks import box_of, check
+from slime.rollout.rm_hub.workers.check_pool import get_pool
+from slime.rollout.rm_hub.workers.limits import MAX_RESPONSE_CHARS
 from slime.utils import async_utils
 from slime.utils.column_rewards import needs_whole_group, reward_columns, scores_of, takes_columns
-from slime.utils.machine import descriptors
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
-from slime.utils.reward_failure import RewardFailure, infra_error, invalid
+from slime.utils.reward_failure import AnswerTooLarge, RewardFailure, infra_error, invalid
 from slime.utils.types import Sample
 
+logger = logging.getLogger(__name__)
+
 CUSTOM_RM = "--custom-rm-path"
+_FIND_BOX = "slime.rollout.rm_hub.math_utils.extract_boxed_answer"
 _MAX_REWARD_THREADS = 64
 
 
@@ -49,7 +52,7 @@ async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
     sample.metadata.pop(NOT_COMPARED_KEY, None)  # of an earlier answer
     response = answer_text(args, sample)
     if rm_type != name and not reward.reads_box:
-        boxed = await box_of(args, sample, response)
+        boxed = await check(args, sample, _FIND_BOX, response, wrong="") or ""
         if isinstance(boxed, RewardFailure):
             return boxed
         needs_line = reward.reads_answer_line and "answer" not in boxed.lower()
@@ -62,7 +65,7 @@ async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
 async def _compare(args: PluginArgs, sample: Sample, name: str, reward: Reward, response: str) -> Any:
     """Score a response by a comparison in a worker process."""
     if reward.package is not None and importlib.util.find_spec(reward.package.replace("-", "_")) is None:
-        hint = f"pip install 'slime[{reward.extra}]'"
+        hint = f"pip install 'slime-rl[{reward.extra}]'"
         raise RewardConfigError(f"--rm-type {name} needs the {reward.package} package: {hint}")
     missing = sample.label is None or (sample.label == "" and not reward.empty_label)
     if reward.needs_label and missing and reward.label_entry not in sample.metadata:
@@ -72,6 +75,28 @@ async def _compare(args: PluginArgs, sample: Sample, name: str, reward: Reward, 
         # The other entries may be large, or of a kind that the worker does not know.
         truth.append({entry: sample.metadata[entry] for entry in reward.metadata if entry in sample.metadata})
     return await check(args, sample, reward.function, response, *truth, wrong=copy.copy(reward.wrong))
+
+
+async def check(
+    args: PluginArgs, sample: Sample, function: str, response: str, *truth: Any, wrong: Any = 0
+) -> Any:
+    """Return what the function at this path makes of a response in a worker process.
+
+    A response that is too large to be compared scores `wrong`: a tower of powers is not right, and must not
+    be able to end a run.
+    """
+    if len(response) > MAX_RESPONSE_CHARS:
+        reason = f"a response of {len(response)} characters, more than {MAX_RESPONSE_CHARS}"
+    else:
+        module, _, name = function.rpartition(".")
+        outcome = await get_pool(args).check(f"{module}:{name}", response, *truth)
+        if not isinstance(outcome, AnswerTooLarge):
+            return outcome
+        reason = outcome.reason
+    sample.metadata[NOT_COMPARED_KEY] = reason
+    what = "its answer is too large to be compared and counts as wrong"
+    logger.warning("sample %s: %s (%s)", sample.index, what, reason)
+    return wrong
 
 
 async def batched_async_rm(args: PluginArgs, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
@@ -110,7 +135,7 @@ def rm_type_of(args: PluginArgs, sample: Sample) -> str:
 
 async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) -> Any:
     """Call a user's reward function, async or plain, with a deadline; a mistake in it ends the run."""
-    function, name = load_function(path), f"{CUSTOM_RM} {path}"
+    function = load_function(path)
     telling_mistakes = plugin_call(
         CUSTOM_RM, path, lambda: describe_fully(subject), keep=(RewardConfigError,)
     )
@@ -122,8 +147,8 @@ async def call_custom(args: PluginArgs, path: str, subject: Any, **kwargs: Any) 
                 if takes_columns(function):
                     return await _call_with_columns(args, path, function, subject)
                 if inspect.iscoroutinefunction(function):
-                    return await loop_watch.run(name, function(args, subject, **kwargs))
-                value = await _in_thread(name, lambda: function(args, subject, **kwargs))
+                    return await function(args, subject, **kwargs)
+                value = await _in_thread(lambda: function(args, subject, **kwargs))
                 return await value if inspect.isawaitable(value) else value
     except TimeoutError:
         if not deadline.expired():
@@ -137,20 +162,17 @@ async def _call_with_columns(
     """Call a reward with TRL's signature: lists in, a list of scores for a group, one for a sample."""
     samples = subject if isinstance(subject, list) else [subject]
     columns = reward_columns(function, samples, [answer_text(args, sample) for sample in samples])
-    value = await _in_thread(f"{CUSTOM_RM} {path}", lambda: function(**columns))
+    value = await _in_thread(lambda: function(**columns))
     scores = scores_of(await value if inspect.isawaitable(value) else value)
     return scores if isinstance(subject, list) else _one_per_sample(path, scores, samples)[0]
 
 
-async def _in_thread(name: str, call: Callable[[], Any]) -> Any:
+async def _in_thread(call: Callable[[], Any]) -> Any:
     """Run a plain function in a daemon thread: one that hangs must not delay our exit."""
 
     def in_turn() -> Any:
         with _thread_slots:
-            try:
-                return call()
-            finally:
-                descriptors.check(name)  # in this thread: the loop cannot run without them
+            return call()
 
     return await async_utils.in_thread(
         lambda work: threading.Thread(target=work, name="reward-function", daemon=True).start(), in_turn

@@ -167,7 +167,7 @@ def grade_answer_verl(solution_str: str, ground_truth: str) -> bool:
 
 
 def _too_long(given: str | None, truth: str | None) -> bool:
-    """Whether it is too long to have its spelling normalised; if so, that is noted."""
+    """Return whether a text is too long to normalise, and log that once."""
     length = max(len(given or ""), len(truth or ""))
     if length > MAX_ANSWER_CHARS:
         note(f"an answer of {length} characters")
@@ -175,7 +175,7 @@ def _too_long(given: str | None, truth: str | None) -> bool:
 
 
 def _closing_braces(string: str) -> dict[int, int]:
-    """Where each brace that is closed ends, by where it opens."""
+    """Map the position of each opening brace to the position of its closing brace."""
     closed, opened = {}, []
     for match in _BRACES.finditer(string):
         if match.group() == "{":

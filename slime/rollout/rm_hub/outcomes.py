@@ -23,13 +23,8 @@ class RewardFailuresExceeded(RunStopped):
     """Rewards kept failing, so the run stops with the cause instead of training on nothing."""
 
 
-def settle_reward(args: PluginArgs, sample: Sample, value: Any, *, evaluation: bool = False) -> None:
-    """Store what a reward function returned: the score in `reward`, or the reason in `reward_failure`."""
-    store(sample, judge(args, value, evaluation=evaluation))
-
-
 def store(sample: Sample, outcome: Any) -> None:
-    """`outcome`: a score or a failure, as `judge` tells them apart."""
+    """Store what `judge` returned: a score in `reward`, or a failure in `reward_failure`."""
     if isinstance(outcome, RewardFailure):
         sample.reward, sample.reward_failure = None, outcome
     else:
@@ -37,7 +32,7 @@ def store(sample: Sample, outcome: Any) -> None:
 
 
 def judge(args: PluginArgs, value: Any, *, evaluation: bool = False) -> Any:
-    """The value as a score (a number, or a dict whose chosen key is one), or why it is none."""
+    """Return the value as a score, a number or a dict whose chosen key is one; or else a failure."""
     if isinstance(value, RewardFailure):
         return value
     if isinstance(value, dict):
@@ -71,7 +66,7 @@ def _judge_dict(args: PluginArgs, value: dict[str, Any], evaluation: bool) -> An
 
 
 def _plain_number(value: Any) -> Any:
-    """Python numbers out of 0-d arrays, tensors, decimals and fractions; booleans become 0.0 and 1.0."""
+    """Convert 0-d arrays, tensors, decimals and fractions to Python numbers, and booleans to 0.0 and 1.0."""
     if isinstance(value, (bool, Decimal, Fraction)):
         return float(value)
     if hasattr(value, "item") and getattr(value, "size", None) is not None:

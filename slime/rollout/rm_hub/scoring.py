@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from slime.arguments import PluginArgs
@@ -45,12 +45,10 @@ async def score_samples(args: PluginArgs, samples: Sequence[Any], *, evaluation:
             await _score(args, flat, evaluation, by_group=True)
         return
     pending = [sample for sample in flat if sample.reward is None]
-    await all_or_none([score_one(args, sample, evaluation=evaluation) for sample in pending])
-
-
-async def score_one(args: PluginArgs, sample: Sample, *, evaluation: bool = False) -> None:
-    """Score one sample, whose reward does not wait for its group."""
-    await _score(args, [sample], evaluation)
+    if len(pending) == 1:  # the usual case needs no task of its own
+        await _score(args, pending, evaluation)
+        return
+    await all_or_none([_score(args, [sample], evaluation) for sample in pending])
 
 
 async def _score(
@@ -58,20 +56,8 @@ async def _score(
 ) -> None:
     """Score one sample or a whole group by one call, and again where that may help."""
     path = args.custom_rm_path if by_group else custom_path_of(args, samples[0])
-
-    async def attempt() -> list[Any]:
-        numbers = [(sample.index, sample.group_index) for sample in samples]
-        call = batched_async_rm(args, samples) if by_group else async_rm(args, samples[0])
-        value = await _guarded(call, path)
-        if path is not None:
-            for sample, known in zip(samples, numbers, strict=True):
-                _check_unchanged(path, sample, known)
-        several = by_group and not isinstance(value, RewardFailure)
-        values = value if several else [value] * len(samples)
-        return [_judged(args, *pair, evaluation) for pair in zip(samples, values, strict=True)]
-
     with trace_span(samples, "group_reward_model" if by_group else "reward_model"):
-        outcomes = await attempt()
+        outcomes = await _attempt(args, samples, path, evaluation, by_group)
         for retry in range(limit(args, "reward-retries")):
             failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
             temporary = any(failure.kind == "infra_error" for failure in failures)
@@ -79,9 +65,34 @@ async def _score(
                 break  # remote judges have retries of their own
             logger.warning("reward of sample %s failed, retrying: %s", samples[0].index, failures[0].reason)
             await asyncio.sleep(_RETRY_DELAY_S * 2**retry)
-            outcomes = await attempt()
+            outcomes = await _attempt(args, samples, path, evaluation, by_group)
     for sample, outcome in zip(samples, outcomes, strict=True):
         _conclude(args, sample, outcome)
+
+
+async def _attempt(
+    args: PluginArgs, samples: list[Sample], path: str | None, evaluation: bool, by_group: bool
+) -> list[Any]:
+    """Call the reward once and return a score or a failure per sample; temporary errors are failures."""
+    numbers = [(sample.index, sample.group_index) for sample in samples]
+    try:
+        value = await (batched_async_rm(args, samples) if by_group else async_rm(args, samples[0]))
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # it is this task that is to end
+        value = infra_error("the reward function raised CancelledError: what it waited for was cancelled")
+    except Exception as error:
+        if isinstance(error, RunStopped) or not may_pass(error):
+            raise
+        place = f" at {place_of(error, path)}" if path is not None else ""
+        value = infra_error(f"reward function raised {type(error).__name__}: {error}{place}")
+    if path is not None:
+        for sample, known in zip(samples, numbers, strict=True):
+            _check_unchanged(path, sample, known)
+    several = by_group and not isinstance(value, RewardFailure)
+    values = value if several else [value] * len(samples)
+    return [_judged(args, *pair, evaluation) for pair in zip(samples, values, strict=True)]
 
 
 def _check_unchanged(path: str, sample: Sample, numbers: tuple[int | None, int | None]) -> None:
@@ -90,22 +101,6 @@ def _check_unchanged(path: str, sample: Sample, numbers: tuple[int | None, int |
     if not isinstance(sample.response, str):
         complaint = f"left a sample whose response is {sample.response!r:.80}, and no text."
         wrong_return(CUSTOM_RM, path, complaint, describe_fully(sample))
-
-
-async def _guarded(call: Coroutine[Any, Any, Any], custom_path: str | None) -> Any:
-    """Return the reward's value; a temporary exception becomes a failure with its place in the code."""
-    try:
-        return await call
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise  # it is this task that is to end
-        return infra_error("the reward function raised CancelledError: what it waited for was cancelled")
-    except Exception as error:
-        if isinstance(error, RunStopped) or not may_pass(error):
-            raise
-        place = f" at {place_of(error, custom_path)}" if custom_path is not None else ""
-        return infra_error(f"reward function raised {type(error).__name__}: {error}{place}")
 
 
 def _judged(args: PluginArgs, sample: Sample, value: Any, evaluation: bool) -> Any:

@@ -1,7 +1,7 @@
 """Locks a folder for one process; the system releases the lock when its holder ends in any way.
 
-The filelock package is no replacement: it truncates the lock file when it opens it, which holds the name of
-the holder, and cannot check a lock in a folder that is read-only for the reader.
+The filelock package is no replacement: it truncates the lock file, which contains the holder's name, when it
+opens it, and it cannot check a lock in a read-only folder.
 """
 
 import contextlib

@@ -1,5 +1,4 @@
-"""Copies files in the memory of several machines: each machine holds its own and those of the machine before
-it.
+"""Keeps copies of files in the memory of several machines: each holds its own and its predecessor's files.
 
 The first process of a machine acts for it; all processes call these functions together. A lost machine or a
 damaged file is restored from the others.
@@ -23,7 +22,7 @@ _CHUNK_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class CopyPlace:
-    """Where a copy lies. `machines`: the machine of each rank; part of the name, because simulated machines
+    """Place of a copy. `machines`: the machine of each rank; part of the name, because simulated machines
     share memory.
 
     Example: CopyPlace(Path("/dev/shm/slime-1-x-state-a"), (0, 0, 1, 1)) is /dev/shm/slime-1-x-state-a-1 for

@@ -15,7 +15,7 @@ _ATTRIBUTE = ("builtins", "getattr")
 
 
 class _StandIn:
-    """Takes the place of anything: made with any arguments, filled with any state, entries or items."""
+    """Placeholder for any class: accepts any arguments, state, entries or items."""
 
     def __init__(self, *args: Any, **named: Any) -> None: ...
 

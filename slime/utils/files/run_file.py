@@ -1,4 +1,4 @@
-"""`run.json`: what the folder of a run says of the run it belongs to.
+"""Reads and writes `run.json`, which describes the run that a folder belongs to.
 
     {"id": "3f9c01aa", "name": "tiny-1234", "start": "2026-03-01T12:00:00+00:00", "end": null, "exit": null,
      "resumed": null, "checkpoints": "/runs/ckpt",
@@ -6,7 +6,8 @@
      "versions": {"torch": "2.11.0", ...}, "machine": {"host": "a", ...},
      "earlier": [{"start": ..., "end": ..., "exit": ..., "settings": ..., ...}]}
 
-A folder belongs to one run. Resuming continues it: the start before moves to `earlier`, and id and name stay.
+A folder belongs to one run. Resuming continues it: the previous start moves to `earlier`, and id and name
+stay.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
 LAST_MODEL = "model"  # a link in the folder of a run to the model that it saved last
 _RESERVE = ".run.json.room"  # written over, and renamed, where a full disk has no room for how a run ended
 _RESERVE_BYTES = 32 << 10  # beyond the size at the start: restarts, and why it ended
-_PACKAGES = "slime torch transformers safetensors numpy ray sglang megatron-core flash-attn"
+_PACKAGES = "slime-rl torch transformers safetensors numpy ray sglang megatron-core flash-attn"
+# Settings in which runs that differ only by their seed may differ.
+_OF_ONE_RUN = {"seed", "rollout_seed", "config", "load", "quiet", "log_level", "dashboard"}
 _FINISHED, _LOST = "finished", "lost: the process ended without a word"
 CLAIM = "claim"  # the name of a lock: a run that is about to start has chosen this folder
 _SECRET = "********"  # what stands for one in the settings
@@ -79,10 +82,20 @@ class RunRecord:
     def num_starts(self) -> int:
         return len(self.earlier) + 1
 
+    def settings_without_seed(self) -> str | None:
+        """Return the settings as text, without folder and seed: equal in runs that differ by the seed only.
+
+        None: they are not known.
+        """
+        values = {n: entry["value"] for n, entry in self.last.settings.items() if n not in _OF_ONE_RUN}
+        if not values:
+            return None
+        return json.dumps(values, sort_keys=True).replace(str(values.get("run_dir")), "RUN")
+
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What `--load` asks for: the folder, and the run that wrote its checkpoint.
+    """The run that `--load` resumes: its folder, and the id of the run that wrote the checkpoint.
 
     `run_id` None: there is no checkpoint yet, so the run starts from the beginning.
     """
@@ -182,6 +195,12 @@ def has_finished(folder: Path, settings: dict[str, Any], save: str) -> bool:
     """Return whether a folder holds a finished run with these settings that has checkpoints there."""
     last = _start_with(folder, settings, save)
     return last is not None and last.exit == _FINISHED and bool(step_folders(save))
+
+
+def has_ended_well(folder: Path) -> bool:
+    """Return whether the last start of a folder's run has finished."""
+    record = read_run(folder)
+    return record is not None and record.last.exit == _FINISHED
 
 
 def _start_with(folder: Path, settings: dict[str, Any], save: str) -> Start | None:
@@ -377,7 +396,7 @@ def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in _PACKAGES.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
+            found[package.removesuffix("-rl")] = metadata.version(package)
     return found
 
 

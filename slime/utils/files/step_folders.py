@@ -37,15 +37,13 @@ class NewerCheckpoint(ValueError):
 class Manifest:
     """The manifest of a checkpoint. `files` None: it was written before checksums were kept.
 
-    `micro_batches`: how the run filled them, by name of the setting. `inputs`: digests of the files that
-    define the run. None: written before they were kept.
+    `inputs`: digests of the files that define the run. None: written before they were kept.
     """
 
     rollout_id: int
     run_id: str
     num_pushes: int
     files: Mapping[str, FileRecord] | None = field(default_factory=dict)
-    micro_batches: Mapping[str, Any] | None = None
     inputs: Mapping[str, str] | None = None
 
     def to_json(self) -> str:
@@ -96,7 +94,14 @@ def step_path(folder: str | Path, rollout_id: int) -> Path:
 
 def read_step(path: Path) -> StepFolder:
     """Return a checkpoint with its manifest; DamagedCheckpoint or NewerCheckpoint if that cannot be read."""
-    return StepFolder(path, _manifest_of(_read_json(path / MANIFEST), path))
+    try:
+        return StepFolder(path, _manifest_of(json.loads((path / MANIFEST).read_bytes()), path))
+    except (DamagedCheckpoint, NewerCheckpoint):
+        raise
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{MANIFEST}: the file is missing") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{MANIFEST}: it is no manifest ({type(error).__name__}: {error})") from error
 
 
 def find_step(
@@ -163,21 +168,9 @@ def listed(reasons: list[str]) -> str:
     return "; ".join(reasons[:_NAMED]) + more
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{file.name}: the file is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{file.name}: it is not JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise DamagedCheckpoint(f"{file.name}: it holds a {type(data).__name__} instead of an object")
-    return data
-
-
 def _manifest_of(data: dict[str, Any], path: Path) -> Manifest:
-    """Read a manifest: unknown keys are ignored, required ones are checked for their types."""
-    version = _field(data, "format_version", int)
+    """Read a manifest; unknown keys are ignored."""
+    version = data["format_version"]
     if version > FORMAT_VERSION:
         raise NewerCheckpoint(
             f"{path} has checkpoint format {version}, this version of slime reads up to {FORMAT_VERSION}"
@@ -185,23 +178,8 @@ def _manifest_of(data: dict[str, Any], path: Path) -> Manifest:
     intact = data.get("checksum") == _own_checksum({k: v for k, v in data.items() if k != "checksum"})
     if version > 1 and not intact:
         raise DamagedCheckpoint(f"{MANIFEST}: its content has changed (its checksum does not fit)")
-    files = _files_of(_field(data, "files", dict)) if version > 1 else None
-    numbers = _field(data, "rollout_id", int), _field(data, "run_id", str), _field(data, "num_pushes", int)
-    later = {name: _field(data, name, dict) for name in ("micro_batches", "inputs") if name in data}
-    return Manifest(*numbers, files, **later)
-
-
-def _files_of(entries: dict[str, Any]) -> dict[str, FileRecord]:
-    try:
-        return {name: FileRecord(int(size), str(checksum)) for name, (size, checksum) in entries.items()}
-    except (TypeError, ValueError):
-        raise DamagedCheckpoint(f"{MANIFEST}: an entry of `files` is not [size, checksum]") from None
-
-
-def _field(data: dict[str, Any], name: str, kind: type) -> Any:
-    if not isinstance(data.get(name), kind) or isinstance(data[name], bool):
-        raise DamagedCheckpoint(f"{MANIFEST}: `{name}` is missing or not of type {kind.__name__}")
-    return data[name]
+    files = {name: FileRecord(*record) for name, record in data["files"].items()} if version > 1 else None
+    return Manifest(data["rollout_id"], data["run_id"], data["num_pushes"], files, data.get("inputs"))
 
 
 def _own_checksum(data: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Folders of Megatron's checkpoints: which of its iterations is meant, and whether its format is one we read.
+"""Finds the iteration to load in a Megatron checkpoint, and checks that slime can read its format.
 
     <folder>/latest_checkpointed_iteration.txt    `release` (converted, not trained) or a number
     <folder>/release/ or iter_0000100/            metadata.json, .metadata, common.pt, *.distcp
@@ -17,29 +17,29 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 class UnreadFolder(ValueError):
-    """Why the weights of a checkpoint of Megatron's cannot be read; a clause that follows its name."""
+    """The weights of a Megatron checkpoint cannot be read; the message completes "<folder> ..."."""
 
 
 def is_torch_dist(path: str | Path) -> bool:
-    """Whether `path` is one iteration in that format, as `find_iteration` gives them."""
+    """Return whether `path` is one iteration in that format, as `find_iteration` returns it."""
     return all((Path(path).expanduser() / name).is_file() for name in (CONFIG, TENSORS))
 
 
 def is_megatron_folder(path: str | Path) -> bool:
-    """Whether a checkpoint of Megatron's is at `path`, or its name says that one should be."""
+    """Return whether `path` holds a Megatron checkpoint, or its name says that it should."""
     path = Path(path).expanduser()
     return is_torch_dist(path) or (path / TRACKER).is_file() or path.name.endswith("_torch_dist")
 
 
 def is_release(iteration: str | Path) -> bool:
-    """Whether it was converted, so that the model it was made from has the same weights."""
+    """Return whether it was converted, so that the model it was made from has the same weights."""
     return Path(iteration).name == RELEASE
 
 
 def find_iteration(path: str | Path, step: int | None = None) -> Path:
-    """The iteration of a folder that is meant: `step`, or what its tracker says, or the last that is there.
+    """Return one iteration of a folder: `step`, or the one that its tracker names, or the last.
 
-    UnreadFolder, with the reason, where it is not there or of another format.
+    UnreadFolder: it is missing, or has another format.
     """
     folder = Path(path).expanduser()
     if is_torch_dist(folder):
@@ -53,10 +53,7 @@ def find_iteration(path: str | Path, step: int | None = None) -> Path:
         raise UnreadFolder(f"is in Megatron's older format ({chosen.name}/{old.name}), not in torch_dist")
     if not (chosen / CONFIG).is_file():
         raise UnreadFolder(f"has no {chosen.name}/{CONFIG}")
-    try:
-        kind = json.loads((chosen / CONFIG).read_text())["sharded_backend"]
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise UnreadFolder(f"has a damaged {chosen.name}/{CONFIG} ({type(error).__name__})") from None
+    kind = json.loads((chosen / CONFIG).read_text())["sharded_backend"]
     if kind != "torch_dist":
         raise UnreadFolder(f"is in the format {kind}, not in torch_dist")
     if not (chosen / TENSORS).is_file():
@@ -65,7 +62,7 @@ def find_iteration(path: str | Path, step: int | None = None) -> Path:
 
 
 def was_trained(path: str | Path) -> bool:
-    """Whether a folder says that it holds more than a converted model, which nothing else may have."""
+    """Return whether a folder holds trained weights, and not just a converted model."""
     folder = Path(path).expanduser()
     return not is_release(folder if is_torch_dist(folder) else _latest(folder))
 

@@ -16,14 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, BinaryIO, Protocol
 
 from slime.utils.files.restricted import restricted
-from slime.utils.plugin_errors import PluginError, is_users_code
 
 PIPE = subprocess.PIPE
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 
 class Child(Protocol):
@@ -168,51 +165,3 @@ def kill_group(leader: Child) -> None:
 def describe_exit(code: int | None) -> str:
     """Return how a process ended, to follow its name."""
     return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-
-
-# ---- protection from user functions ------------------------------------------------------------------------
-
-_protected: dict[int, Child] = {}
-_hooked = False
-
-
-def protect(child: Child) -> Child:
-    """Refuse signals to this child from user functions that slime calls in this process.
-
-    A reward that cleans up after itself may end all children of its process: in a local run these are the
-    engines and the trainer ranks, and their end would look like a crash of each.
-    """
-    global _hooked
-    _protected[child.pid] = child
-    if not _hooked:
-        _hooked = True
-        sys.addaudithook(_refuse_signal)
-    return child
-
-
-def _refuse_signal(event: str, arguments: tuple[Any, ...]) -> None:
-    if event not in ("os.kill", "os.killpg"):
-        return
-    pid, number = arguments
-    child = _protected.get(pid)
-    if child is None or number == 0 or child.returncode is not None:
-        return
-    if (place := _line_of_user_function(sys._getframe(1))) is not None:
-        raise PluginError(
-            f"{place} sends signal {int(number)} to process {pid}, an engine or a trainer rank of this run; "
-            "the signal was not sent. Children of this process are the run's own: end only processes that "
-            "the function started itself, by the number that it got when it started them."
-        )
-
-
-def _line_of_user_function(frame: FrameType | None) -> str | None:
-    """Return the line of a user function that slime called; None: slime itself acts, or other code."""
-    place: str | None = None
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_PACKAGE):
-            return place
-        if place is None and is_users_code(name):
-            place = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return None

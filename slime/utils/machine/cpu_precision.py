@@ -1,7 +1,6 @@
 """Finds out whether a CPU computes bfloat16 natively, or emulates it many times slower than float32."""
 
 import re
-import subprocess
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -14,16 +13,12 @@ def bfloat16_units(cpuinfo: str | None = None) -> tuple[bool, str]:
 
     `cpuinfo`: text in the form of /proc/cpuinfo. If nothing is known, the result is False.
     """
-    line = re.search(r"^(?:flags|Features)\s*:(.*)$", _read() if cpuinfo is None else cpuinfo, re.MULTILINE)
+    line = re.search(
+        r"^(?:flags|Features)\s*:(.*)$",
+        _CPUINFO.read_text(errors="replace") if cpuinfo is None else cpuinfo,
+        re.MULTILINE,
+    )
     flags = line[1].split() if line else []  # of the first core; the others are alike
     wanted = _ARM_FLAGS if "asimd" in flags else _X86_FLAGS
     found = [flag for flag in wanted if flag in flags]
     return bool(found), f"has {', '.join(found)}" if found else f"has no {', '.join(wanted)}"
-
-
-def _read() -> str:
-    if _CPUINFO.exists():
-        return _CPUINFO.read_text(errors="replace")
-    command = ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]  # on macOS
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "Features: asimd" + (" bf16" if done.stdout.strip() == "1" else "")

@@ -21,15 +21,9 @@ def search_seldom() -> None:
 
 
 def search_new_only() -> None:
-    """Exclude all current objects from collection for good; new cycles are found at the normal pace."""
+    """Exclude all current objects from collection for good: after the imports, and at the exit."""
     gc.freeze()
     gc.set_threshold(*_DEFAULT)
-
-
-def search_no_more() -> None:
-    """Turn collection off before the exit of the process."""
-    gc.disable()
-    gc.freeze()
 
 
 @contextlib.contextmanager

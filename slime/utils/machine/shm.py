@@ -74,13 +74,6 @@ class Segment:
         except FileNotFoundError:
             return False
 
-    def publish_again(self) -> None:
-        """Write the bytes, which this process still maps, to a new file of the same name."""
-        copy = create_segment(self.nbytes, f"{self.name}-copy")
-        copy.buffer.copy_(self.buffer)
-        copy.path.rename(self.path)
-        self._mapping, self.buffer = copy._mapping, copy.buffer
-
     def close(self) -> None:
         """Forget the mapping; the memory goes when the last tensor over it does."""
         self.buffer = self.buffer.new_empty(0)

@@ -24,7 +24,9 @@ from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from slime.utils.machine.children import Child, import_environment, protect, thread_environment
+import psutil
+
+from slime.utils.machine.children import Child, import_environment, thread_environment
 from slime.utils.misc import is_installed
 
 _MAIN = re.compile(r"from ([\w.]+) import main; main\(\)")
@@ -40,12 +42,12 @@ def start(
     start_new_session: bool = False,
 ) -> Child:
     """Start a Python program that writes into `log` and reads nothing: forked where that is possible."""
-    module = module_of(list(command)) if _is_running else None
+    module = module_of(list(command)) if _is_running and _server_lives() else None
     if module is not None:
         job = _Job(module, tuple(command[4:]), dict(env), os.getcwd(), start_new_session, (1, 2, *pass_fds))
         with contextlib.suppress(OSError, EOFError):  # the fork server is gone
-            return protect(WarmChild(job, [log.fileno(), log.fileno(), *pass_fds], list(command)))
-    executed = subprocess.Popen(
+            return WarmChild(job, [log.fileno(), log.fileno(), *pass_fds], list(command))
+    return subprocess.Popen(
         command,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -54,7 +56,15 @@ def start(
         pass_fds=pass_fds,
         start_new_session=start_new_session,
     )
-    return protect(executed)
+
+
+def _server_lives() -> bool:
+    """Return whether the fork server runs: the library would restart a dead one, without its environment."""
+    try:
+        server = psutil.Process(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+        return bool(server.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextlib.contextmanager
@@ -134,7 +144,7 @@ class WarmChild:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a forked process becomes. The fork server unpickles it there and calls `_bootstrap`."""
+    """The work of a forked process. The fork server unpickles it there and calls `_bootstrap`."""
 
     module: str
     arguments: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""Weight versions published as deltas in a folder, only what changed, and the copies that follow it."""
+"""Publishes weight versions as deltas in a folder, and updates local copies from them."""

@@ -1,4 +1,4 @@
-"""What changed between two versions of a tensor's bytes, made small, and put back bit by bit.
+"""Encodes the difference of two versions of a tensor's bytes compactly, and applies it bit by bit.
 
 A payload is one zstd frame. Its first byte says how the rest is laid out: *sparse* (how many elements
 changed, the gaps between their positions, one value each) or *dense* (one value for every element), whichever
@@ -15,12 +15,10 @@ from __future__ import annotations
 import concurrent.futures
 import zlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from slime.arguments.groups.engine import CHECKSUMS
 from slime.utils.machine.cores import num_cores
 
 _SPARSE, _DENSE = 0, 1
@@ -32,46 +30,20 @@ _MAX_THREADS = 8
 
 
 class DeltaError(RuntimeError):
-    """A delta that cannot be applied: damaged, or made for other bytes than these."""
-
-
-def check_installed(checksum: str) -> None:
-    """ValueError with the way out when a package that deltas need is absent."""
-    _zstd()
-    checksum_function(checksum)
-
-
-def _zstd() -> ModuleType:
-    try:
-        import zstandard  # an extra: only deltas need it
-    except ImportError as error:
-        raise ValueError(
-            "--update-weight-mode delta compresses with zstd, and the package zstandard is not installed; "
-            "pip install 'slime[delta]', or use --update-weight-mode full."
-        ) from error
-    return zstandard
+    """A delta that cannot be applied: it is damaged, or was made for other bytes."""
 
 
 def checksum_function(name: str) -> Callable[[Any], str]:
     """The function that makes a checksum, as text, of a buffer of bytes."""
-    if name == "adler32":
-        return lambda data: f"{zlib.adler32(data):08x}"
-    try:
-        if name == "xxh3-128":
-            import xxhash  # an extra: only deltas need it
+    if name == "xxh3-128":
+        import xxhash  # an extra: only deltas need it
 
-            return lambda data: xxhash.xxh3_128_hexdigest(data)
-        if name == "blake3":
-            import blake3  # type: ignore[import-not-found]  # no extra of ours: only this checksum needs it
+        return lambda data: xxhash.xxh3_128_hexdigest(data)
+    if name == "blake3":
+        import blake3  # type: ignore[import-not-found]  # no extra of ours: only this checksum needs it
 
-            return lambda data: blake3.blake3(data).hexdigest()
-    except ImportError as error:
-        package = {"xxh3-128": "'slime[delta]'", "blake3": "blake3"}[name]
-        raise ValueError(
-            f"--update-weight-delta-checksum {name} needs a package that is not installed; pip install "
-            f"{package}, or use --update-weight-delta-checksum adler32."
-        ) from error
-    raise ValueError(f"--update-weight-delta-checksum is {name!r}; choose one of {', '.join(CHECKSUMS)}.")
+        return lambda data: blake3.blake3(data).hexdigest()
+    return lambda data: f"{zlib.adler32(data):08x}"
 
 
 def worker_pool() -> concurrent.futures.ThreadPoolExecutor:
@@ -88,6 +60,8 @@ def encode(old: np.ndarray, new: np.ndarray, itemsize: int, encoding: str) -> tu
     positions = np.flatnonzero(before != after)
     if not positions.size:
         return 0, b""
+    import zstandard  # an extra: only deltas need it
+
     dense = positions.size >= _DENSE_FROM * after.size
     where = slice(None) if dense else positions
     values = after[where] ^ before[where] if encoding == "xor" else after[where]
@@ -96,7 +70,7 @@ def encode(old: np.ndarray, new: np.ndarray, itemsize: int, encoding: str) -> tu
         gaps: np.ndarray = np.diff(positions, prepend=0).astype(_gap_type(after.size))
         parts += [positions.size.to_bytes(_COUNT_BYTES, "little"), _to_planes(gaps)]
     raw = b"".join([*parts, _to_planes(values)])
-    return positions.size, _zstd().ZstdCompressor(level=_ZSTD_LEVEL).compress(raw)
+    return positions.size, zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(raw)
 
 
 def apply(payload: bytes, data: np.ndarray, itemsize: int, encoding: str) -> None:
@@ -116,7 +90,8 @@ def apply(payload: bytes, data: np.ndarray, itemsize: int, encoding: str) -> Non
 
 
 def _decompress(payload: bytes, limit: int) -> bytes:
-    zstandard = _zstd()
+    import zstandard  # as above
+
     try:
         size = zstandard.frame_content_size(payload)  # first: a damaged size must not ask for all memory
         if not 0 < size <= limit:

@@ -1,12 +1,11 @@
-"""A checkpoint folder beside an engine, brought from version to version by what a trainer publishes.
+"""A checkpoint folder next to an engine, updated from version to version with published deltas.
 
     state.json                   which folder is the current version; replaced in one rename
     weights-<version>/           a checkpoint that an engine loads from disk
-    incoming.tmp/                the version on its way; worthless until it is renamed
+    incoming.tmp/                the version being written; invalid until it is renamed
 
-A new version is written beside the current one, verified tensor by tensor, synced and renamed; then
-state.json names it. Whatever ends the process meanwhile, the current version is untouched. Several processes
-may share a copy.
+A new version is written to its own folder, verified tensor by tensor, synced and renamed; then state.json
+names it. If the process dies meanwhile, the current version is untouched. Several processes may share a copy.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from slime.liveness import waits
+from slime.utils.files.checksums import sync_path
 from slime.weight_sync.delta.codec import DeltaError, apply, checksum_function, worker_pool
 from slime.weight_sync.delta.publication import (
     INDEX,
@@ -39,7 +39,6 @@ from slime.weight_sync.delta.publication import (
     is_at_least,
     read_index,
     replace_text,
-    sync_path,
 )
 from slime.weight_sync.disk import room_for
 
@@ -51,7 +50,7 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How to get to a version: a start, and deltas in order. `full` None: from the version that is held."""
+    """A way to reach a version: a start, and deltas in order. `full` None: from the version that is held."""
 
     full: DeltaEntry | None
     deltas: tuple[DeltaEntry, ...]
@@ -63,7 +62,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What `bring_to` did. `route`: "held" (nothing to do), "delta" or "full"; `nbytes`: how much it read."""
+    """Result of `bring_to`. `route`: "held" (nothing to do), "delta" or "full"; `nbytes`: bytes read."""
 
     version: str
     folder: Path
@@ -74,14 +73,11 @@ class Arrival:
 
 
 class _Broken(DeltaError):
-    """A published folder that does not lead where it says, unless what it was applied to is to blame.
+    """A published folder does not lead where it says, unless what it was applied to is to blame."""
 
-    `surely`: it is the folder itself; a file is missing or cut.
-    """
-
-    def __init__(self, entry: DeltaEntry, why: object, *, surely: bool = False):
+    def __init__(self, entry: DeltaEntry, why: object):
         super().__init__(f"{entry.folder}: {why}")
-        self.entry, self.surely = entry, surely
+        self.entry = entry
 
 
 def find_route(index: Index, held: str | None, target: str, without: Sequence[str] = ()) -> Route | None:
@@ -105,12 +101,15 @@ def find_route(index: Index, held: str | None, target: str, without: Sequence[st
 
 @dataclass(slots=True)
 class _Attempts:
-    """What one call has found out so far."""
+    """What one call has found out. `broken`: folders, published or held, that did not apply, and why."""
 
-    broken: list[str] = field(default_factory=list)  # folders of published versions that did not apply
-    why: list[str] = field(default_factory=list)
-    held_is_wrong: bool = False  # the copy here may be the one to blame: go on from a full one
+    started: float
+    broken: dict[str, str] = field(default_factory=dict)
     asked_full: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
 
 
 class LocalCopy:
@@ -148,11 +147,11 @@ class LocalCopy:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._refuse_strange_weights()
         with self._locked(deadline_s):
-            attempts = _Attempts()
+            attempts = _Attempts(started)
             what = f"weights {version or 'newest'} from {source}"
             with waits.waiting(what, owner=str(self._folder), deadline_s=deadline_s) as wait:
                 while True:
-                    arrival = self._attempt(source, version, exact, attempts, started)
+                    arrival = self._attempt(source, version, exact, attempts)
                     if arrival is not None:
                         return arrival
                     if wait.age_s > deadline_s:
@@ -160,7 +159,7 @@ class LocalCopy:
                     time.sleep(_LOOK_S)
 
     def _attempt(
-        self, source: DeltaSource, version: str | None, exact: bool, attempts: _Attempts, started: float
+        self, source: DeltaSource, version: str | None, exact: bool, attempts: _Attempts
     ) -> Arrival | None:
         """One try to follow; None: the version is not there yet."""
         index, state = read_index(source), self._state()
@@ -168,35 +167,34 @@ class LocalCopy:
         if target is None:
             return None
         if state is not None and state["version"] == target:
-            return Arrival(target, self._folder / state["folder"], "held", 0, 0, time.monotonic() - started)
-        held = state["version"] if state and not attempts.held_is_wrong else None
-        route = find_route(index, held, target, attempts.broken)
+            return Arrival(target, self._folder / state["folder"], "held", 0, 0, attempts.seconds)
+        held = state["version"] if state and state["folder"] not in attempts.broken else None
+        route = find_route(index, held, target, [*attempts.broken])
         if route is None:
             if not attempts.asked_full:
-                logger.warning("no way to weights %s: the trainer is asked for a full copy", target)
+                logger.warning(
+                    "No chain of deltas leads to weights %s: requesting a full copy from the trainer", target
+                )
                 source.want_full()
                 attempts.asked_full = True
             return None
         try:
             folder = self._follow(route, source, target, state)
         except _Broken as error:
-            logger.warning("weights do not apply: %s", error)
-            attempts.why.append(str(error))
+            logger.warning("A published delta could not be applied: %s", error)
             # The copy here may be at fault: it is left aside first. What fails on a full copy too is broken.
-            if route.full is None and not error.surely:
-                attempts.held_is_wrong = True
-            else:
-                attempts.broken.append(error.entry.folder)
+            at_fault = state["folder"] if state and route.full is None else error.entry.folder
+            attempts.broken[at_fault] = str(error)
             return None
         kind = "delta" if route.full is None else "full"
-        return Arrival(target, folder, kind, len(route.deltas), route.nbytes, time.monotonic() - started)
+        return Arrival(target, folder, kind, len(route.deltas), route.nbytes, attempts.seconds)
 
     def _no_way(self, source: DeltaSource, version: str | None, attempts: _Attempts) -> str:
         try:
             latest = read_index(source).latest
         except DeltaError as error:
             latest = f"unknown, as {error}"
-        tried = f" What was tried: {'; '.join(attempts.why)}." if attempts.why else ""
+        tried = f" What was tried: {'; '.join(attempts.broken.values())}." if attempts.broken else ""
         return (
             f"no way from weights {self.version} in {self._folder} to {version or 'the newest'}: {source} "
             f"publishes up to {latest}.{tried} The copy here is unchanged."
@@ -211,30 +209,20 @@ class LocalCopy:
         self._tidy(keep=state["folder"] if state else None)
         (staging / "new").mkdir(parents=True)
         (staging / "fetched").mkdir()
-        held = state if route.full is None else None
         try:
             with room_for(f"weights {target}", self._folder, "--update-weight-local-checkpoint-dir"):
-                if held is not None:
-                    base = self._folder / held["folder"]
-                else:
-                    assert route.full is not None, "a route begins with what is held, or with a full copy"
-                    base = self._fetch_full(route.full, source, staging)
-                begin = held["version"] if held is not None else None
-                steps = _Steps.read(route, source, begin, staging / "fetched")
+                held = state if route.full is None else None
+                steps = _read_steps(route, source, staging / "fetched")
+                base = self._folder / held["folder"] if held else staging / "base"
+                if held is None:
+                    base.mkdir()
+                    for file, path in steps[0].files.items():
+                        (base / file).symlink_to(path.resolve())
                 with worker_pool() as pool:
                     _rewrite(base, staging / "new", steps, pool, link=held is not None)
                 return self._switch(staging / "new", target)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-
-    def _fetch_full(self, entry: DeltaEntry, source: DeltaSource, staging: Path) -> Path:
-        """A folder with links to, or copies of, the files of a full version."""
-        manifest = _read_manifest(entry, source)
-        base = staging / "base"
-        base.mkdir()
-        for file, path in _fetch(entry, manifest, source, staging / "fetched").items():
-            (base / file).symlink_to(path.resolve())
-        return base
 
     def _switch(self, made: Path, version: str) -> Path:
         target = self._folder / folder_name("weights", version)
@@ -288,38 +276,9 @@ def _target(index: Index, version: str | None, exact: bool) -> str | None:
 # ---- bytes -------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _blaming(entry: DeltaEntry) -> Iterator[None]:
-    """What is published is damaged, or the trainer has tidied it up meanwhile."""
-    try:
-        yield
-    except (DeltaError, FileNotFoundError) as error:
-        raise _Broken(entry, error, surely=True) from error
-
-
-def _read_manifest(entry: DeltaEntry, source: DeltaSource) -> DeltaManifest:
-    with _blaming(entry):
-        manifest = DeltaManifest.from_json(source.read(entry.folder, MANIFEST))
-        if (manifest.version, manifest.base) != (entry.version, entry.base):
-            raise DeltaError(
-                f"made from {manifest.base} to {manifest.version}, where {INDEX} says from {entry.base} to "
-                f"{entry.version}"
-            )
-    return manifest
-
-
-def _fetch(entry: DeltaEntry, manifest: DeltaManifest, source: DeltaSource, scratch: Path) -> dict[str, Path]:
-    """Return where the files of a published folder can be read, by name."""
-    with _blaming(entry):
-        return {
-            file: source.path_of(entry.folder, file, nbytes, scratch)
-            for file, nbytes in manifest.files.items()
-        }
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Step:
-    """One delta, and where its payload files are."""
+    """One published folder of a route, and where its files are; a full copy changes nothing."""
 
     entry: DeltaEntry
     manifest: DeltaManifest
@@ -327,60 +286,55 @@ class _Step:
     files: dict[str, Path]
 
     def change(self, name: str, data: np.ndarray) -> None:
+        """Change a tensor's bytes to those of this version; DeltaError where that does not come about."""
         record = self.tensors[name]
+        if data.size != record.nbytes:
+            raise DeltaError(f"it has {data.size} bytes here, not {record.nbytes}")
         if record.size:
             with open(self.files[record.file], "rb") as file:
                 file.seek(record.offset)
                 apply(file.read(record.size), data, record.itemsize, self.manifest.encoding)
+        if checksum_function(self.manifest.checksum)(data) != record.checksum:
+            raise DeltaError("it has another checksum than the trainer's")
 
 
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """The deltas of a route, and the manifest of the version they end in."""
-
-    deltas: list[_Step]
-    last: DeltaManifest
-    last_entry: DeltaEntry
-
-    @classmethod
-    def read(cls, route: Route, source: DeltaSource, held: str | None, scratch: Path) -> _Steps:
-        """`held`: the version the deltas begin from, or None with a full copy."""
-        deltas: list[_Step] = []
-        last_entry = route.full
-        last = None if last_entry is None else _read_manifest(last_entry, source)
-        version = held if last_entry is None else last_entry.version
-        for entry in route.deltas:
-            manifest = _read_manifest(entry, source)
-            if manifest.base != version:
-                raise _Broken(entry, f"made for weights {manifest.base}, and these are {version}")
-            tensors = {record.name: record for record in manifest.tensors}
-            deltas.append(_Step(entry, manifest, tensors, _fetch(entry, manifest, source, scratch)))
-            version, last, last_entry = manifest.version, manifest, entry
-        assert last is not None and last_entry is not None, "a route has a full copy, or deltas"
-        return cls(deltas, last, last_entry)
-
-    def changes(self, name: str) -> bool:
-        return any(step.tensors[name].size for step in self.deltas if name in step.tensors)
+def _read_steps(route: Route, source: DeltaSource, scratch: Path) -> list[_Step]:
+    """Fetch the published folders of a route, in their order."""
+    steps: list[_Step] = []
+    for entry in (*([route.full] if route.full else ()), *route.deltas):
+        try:
+            manifest = DeltaManifest.from_json(source.read(entry.folder, MANIFEST))
+            if (manifest.version, manifest.base) != (entry.version, entry.base):
+                raise DeltaError(
+                    f"made from {manifest.base} to {manifest.version}, where {INDEX} says from {entry.base} "
+                    f"to {entry.version}"
+                )
+            files = {
+                file: source.path_of(entry.folder, file, nbytes, scratch)
+                for file, nbytes in manifest.files.items()
+            }
+        except (DeltaError, FileNotFoundError) as error:  # damaged, or tidied up by the trainer meanwhile
+            raise _Broken(entry, error) from error
+        steps.append(_Step(entry, manifest, {record.name: record for record in manifest.tensors}, files))
+    return steps
 
 
 def _rewrite(
-    base: Path, target: Path, steps: _Steps, pool: concurrent.futures.ThreadPoolExecutor, *, link: bool
+    base: Path, target: Path, steps: list[_Step], pool: concurrent.futures.ThreadPoolExecutor, *, link: bool
 ) -> None:
     """Write `base` with deltas applied to `target`, each tensor verified. `link`: share unchanged files."""
-    finals = {record.name: record for record in steps.last.tensors}
-    seen: set[str] = set()
+    missing = set(steps[-1].tensors)
     for path in sorted(base.iterdir()):
         if path.suffix != ".safetensors":
             shutil.copyfile(path, target / path.name)
             sync_path(target / path.name)
             continue
         header, regions = read_header(path)
-        unknown = [name for name in regions if name not in finals]
-        if unknown:
-            raise _Broken(steps.last_entry, f"made for other weights: it does not know {unknown[0]}")
-        seen |= set(regions)
-        build = _builder(path, regions, steps, finals)
-        if link and not any(steps.changes(name) for name in regions):
+        missing -= set(regions)
+        build = _builder(path, regions, steps)
+        if link and not any(
+            step.tensors[name].size for step in steps for name in regions if name in step.tensors
+        ):
             for _ in pool.map(build, regions):
                 pass  # verified all the same: the copy on this disk is what an engine will load
             os.link(path, target / path.name)
@@ -391,36 +345,23 @@ def _rewrite(
                 out.write(data.data)
             out.flush()
             os.fsync(out.fileno())
-    missing = sorted(set(finals) - seen)
     if missing:
-        raise _Broken(steps.last_entry, f"made for other weights: there is no {missing[0]} here")
+        raise _Broken(steps[-1].entry, f"made for other weights: there is no {min(missing)} here")
 
 
 def _builder(
-    path: Path, regions: Mapping[str, tuple[int, int]], steps: _Steps, finals: Mapping[str, TensorRecord]
+    path: Path, regions: Mapping[str, tuple[int, int]], steps: Sequence[_Step]
 ) -> Callable[[str], np.ndarray]:
     """name -> the tensor's bytes in the last version."""
-    checksum = checksum_function(steps.last.checksum)
 
     def build(name: str) -> np.ndarray:
         start, nbytes = regions[name]
-        final = finals[name]
-        if nbytes != final.nbytes:
-            raise _Broken(
-                steps.last_entry,
-                f"made for other weights: {name} has {nbytes} bytes here, not {final.nbytes}",
-            )
         data = np.fromfile(path, np.uint8, nbytes, offset=start)
-        for step in steps.deltas:
+        for step in steps:
             try:
                 step.change(name, data)
             except (DeltaError, KeyError, OSError) as error:
                 raise _Broken(step.entry, f"tensor {name}: {error}") from error
-            wanted = step.tensors[name].checksum
-            if step is not steps.deltas[-1] and checksum_function(step.manifest.checksum)(data) != wanted:
-                raise _Broken(step.entry, f"tensor {name} has another checksum than the trainer's")
-        if checksum(data) != final.checksum:
-            raise _Broken(steps.last_entry, f"tensor {name} has another checksum than the trainer's")
         return data
 
     return build

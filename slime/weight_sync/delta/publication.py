@@ -1,12 +1,12 @@
-"""The folder in which a trainer publishes versions of its weights, and how readers follow it.
+"""Format of the folder in which a trainer publishes weight versions, and its readers.
 
     published.json               what there is, oldest first; replaced in one rename
     full-<version>/              a checkpoint folder: safetensors files, config, tokenizer, and weights.json
     delta-<version>/             changed bytes: delta-00001.bin, ... and weights.json
     full.wanted                  left by a reader that finds no route to its version; the trainer acts
 
-Every folder appears whole, by a rename. weights.json lists *all* tensors of the version with their checksums,
-also the unchanged ones: a reader that applies a delta verifies the whole copy.
+Every folder appears atomically, by a rename. weights.json lists *all* tensors of the version with their
+checksums, also the unchanged ones: a reader that applies a delta verifies the whole copy.
 
 A reader needs only the folder or plain HTTP: nothing is pickled, nothing is executed.
 """
@@ -14,7 +14,6 @@ A reader needs only the folder or plain HTTP: nothing is pickled, nothing is exe
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import urllib.error
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.arguments.groups.engine import CHECKSUMS, ENCODINGS
+from slime.utils.files.checksums import sync_path
 from slime.utils.http_utils import with_token
 from slime.weight_sync.delta.codec import DeltaError
 
@@ -43,7 +43,7 @@ def version_key(version: str) -> tuple[str, int]:
 
 
 def is_at_least(held: str, wanted: str) -> bool:
-    """Whether a version of the same run is as new; one of another run never is."""
+    """Return whether `held` is of the same run as `wanted` and at least as new."""
     (held_run, held_number), (run, number) = version_key(held), version_key(wanted)
     return held_run == run and held_number >= number
 
@@ -64,7 +64,7 @@ class DeltaEntry:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What is published, oldest first."""
+    """Index of the published versions, oldest first."""
 
     entries: tuple[DeltaEntry, ...] = ()
 
@@ -145,15 +145,6 @@ def check_name(name: str) -> None:
 # ---- durable writes ----------------------------------------------------------------------------------------
 
 
-def sync_path(path: Path) -> None:
-    """What was written to a file, or renamed in a folder, survives a power cut."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def replace_text(path: Path, text: str) -> None:
     """Readers see the old text or the new one, never a part."""
     beside = path.with_name(path.name + ".tmp")
@@ -167,7 +158,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class DeltaSource(Protocol):
-    """Where published weights come from. FileNotFoundError: it is not there, or no longer."""
+    """Source of published weights. It raises FileNotFoundError for a version that is absent or removed."""
 
     def read(self, folder: str, file: str) -> bytes: ...
 

@@ -1,8 +1,8 @@
 """The delta transport: a full copy once, then the changed bytes of each version, in a folder.
 
-The trainer remembers the bytes it published last (one copy of the model in host memory) and compares. A copy
-of the weights beside the engines follows (`local_copy.py`), and the engines load from it; they need no patch.
-Engines on other machines have an agent of their own (`weight_agent.py`), which is asked for the version.
+The trainer remembers the bytes it published last (one copy of the model in host memory) and compares. A
+local copy next to the engines applies the deltas (`local_copy.py`), and the engines load from it, unpatched.
+Engines on other machines have their own agent (`weight_agent.py`), which is asked for the version.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from slime.utils.files.checksums import sync_path
 from slime.utils.files.safetensors_files import write_index, write_tensors
 from slime.weight_sync.base import NamedTensors, SenderOptions, Transport, WeightBundle
-from slime.weight_sync.delta.codec import check_installed, checksum_function, encode, worker_pool
+from slime.weight_sync.delta.codec import checksum_function, encode, worker_pool
 from slime.weight_sync.delta.local_copy import LocalCopy
 from slime.weight_sync.delta.publication import (
     INDEX,
@@ -35,7 +36,6 @@ from slime.weight_sync.delta.publication import (
     TensorRecord,
     folder_name,
     replace_text,
-    sync_path,
 )
 from slime.weight_sync.delta.weight_agent import ask_agent
 from slime.weight_sync.disk import compare_with_folder, copy_config, room_for
@@ -52,7 +52,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Where a version can be had. `agents`: engine address -> agent; the other engines load from `local`."""
+    """A published version. `agents`: engine address -> agent; the other engines load from `local`."""
 
     folder: Path
     local: Path
@@ -60,14 +60,13 @@ class Published:
 
 
 class DeltaSender:
-    """Publishes a full copy, then deltas, and a full copy again when deltas outgrow it or one is asked for.
+    """Publishes a full copy, then deltas; a full copy again when deltas outgrow it or on request.
 
-    Full copies after the first are written beside training, from the remembered bytes.
+    Full copies after the first are written in the background, from the remembered bytes.
     """
 
     def __init__(self, options: SenderOptions):
         assert options.delta is not None, "a run that sends deltas says how"
-        check_installed(options.delta.checksum)
         self._options, self._delta, self._folder = options, options.delta, options.folder
         self._checksum = checksum_function(options.delta.checksum)
         # The bytes of `_version`, or of the version that is being sent.
@@ -81,7 +80,7 @@ class DeltaSender:
         self._state = threading.Lock()
         self._pool = worker_pool()
         self._closing = threading.Event()
-        self._background = threading.Thread(target=self._look_after, name="full-copies", daemon=True)
+        self._background = threading.Thread(target=self._serve_requests, name="full-copies", daemon=True)
         self._background.start()
 
     @property
@@ -96,7 +95,9 @@ class DeltaSender:
                 self._begin()
             news = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket]
             if self._base is not None and any(not self._is_same_kind(name, new) for name, new in news):
-                logger.warning("the model has other tensors than before: a full copy is published")
+                logger.warning(
+                    "The model's tensors differ from the last push: publishing a full copy, not a delta."
+                )
                 self._base = None
             file = f"delta-{len({record.file for record in self._records}) + 1:05d}.bin"
             with open(self._staging / file, "wb") as out:
@@ -206,7 +207,6 @@ class DeltaSender:
     def _publish(self, entry: DeltaEntry) -> None:
         """Publish an entry, a late full copy in its place; what it makes superfluous is removed."""
         if not self._index:
-            self._clear_old_run()
             self._options.after_writing(self._folder)
         later = [i for i, other in enumerate(self._index) if other.base == entry.version]
         self._index.insert(later[0] if later else len(self._index), entry)
@@ -217,10 +217,9 @@ class DeltaSender:
             shutil.rmtree(self._folder / old.folder, ignore_errors=True)
 
     def _superfluous(self) -> list[DeltaEntry]:
-        """What nobody needs who goes to the newest version or to the one before it.
+        """Return entries that no engine needs to reach the newest version or the one before it.
 
-        Of the versions up to the full copy they start from, only the step
-        to it stays: for those one version behind.
+        Of the versions up to the full copy, only the step to it stays, for engines one version behind.
         """
         fulls = [
             i for i, entry in enumerate(self._index) if entry.base is None and entry.version != self._version
@@ -231,18 +230,9 @@ class DeltaSender:
         before = self._index[: fulls[-1]]
         return [entry for entry in before if entry.base is None or entry.version != start.version]
 
-    def _clear_old_run(self) -> None:
-        """What a run that ended badly has published in the same folder."""
-        file = self._folder / INDEX
-        if file.exists() and not self._options.keep_files:
-            with contextlib.suppress(RuntimeError):  # damaged: then it leads nobody anywhere either
-                for entry in Index.from_json(file.read_bytes()).entries:
-                    if entry.version.rpartition(":")[0] != str(self._version).rpartition(":")[0]:
-                        shutil.rmtree(self._folder / entry.folder, ignore_errors=True)
+    # ---- full copies during training -----------------------------------------------------------------------
 
-    # ---- full copies beside training -----------------------------------------------------------------------
-
-    def _look_after(self) -> None:
+    def _serve_requests(self) -> None:
         while not self._closing.wait(_LOOK_S):
             wanted = self._folder / WANTED
             if wanted.exists() or self._deltas_outgrow():
@@ -250,7 +240,7 @@ class DeltaSender:
                     if self._write_full_late():
                         wanted.unlink(missing_ok=True)
                 except Exception:  # the run continues with deltas; the next round tries again
-                    logger.exception("a full copy of the weights could not be written to %s", self._folder)
+                    logger.exception("A full copy of the weights could not be written to %s", self._folder)
                     self._closing.wait(10.0)
 
     def _deltas_outgrow(self) -> bool:

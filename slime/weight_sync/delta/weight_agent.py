@@ -1,7 +1,7 @@
-"""A process beside an engine that keeps a copy of the weights, and has the engine load a version of it.
+"""An agent process next to an engine, which keeps a copy of the weights and lets the engine load it.
 
-For engines that share no disk with the trainer, or that somebody else runs. The engine needs no patch: it
-loads a checkpoint folder. The publisher serves a published folder over HTTP to agents on other machines.
+It serves engines that share no disk with the trainer, or that somebody else runs. The engine needs no patch:
+it loads a checkpoint folder. The publisher serves a published folder over HTTP to agents on other machines.
 
     POST /pull     {"version": "3f2a:7", "exact": false, "load": true}   -> it has (and serves) this version
     GET  /version                                                        -> of the copy, and of the engine
@@ -35,7 +35,7 @@ _ASK_DEADLINE_S = 1200.0  # longer than an agent waits for a version
 
 
 class WeightAgent:
-    """One engine and its copy of the weights. One pull at a time."""
+    """Manages one engine and its copy of the weights; handles one pull at a time."""
 
     def __init__(self, source: DeltaSource, local: Path, engine_url: str, deadline_s: float = 600.0):
         self._source, self._copy, self._deadline_s = source, LocalCopy(local), deadline_s
@@ -75,7 +75,7 @@ class WeightAgent:
         try:
             return web.json_response(await self.pull(version, exact=exact, load=load))
         except (DeltaError, RunStopped, OSError, http_utils.HttpError, RuntimeError) as error:
-            logger.error("pull of %s failed: %s", version, error)
+            logger.error("The pull of weights %s failed: %s", version, error)
             message = f"{type(error).__name__}: {error}"
             return web.json_response({"success": False, "message": message}, status=500)
 

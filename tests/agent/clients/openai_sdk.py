@@ -48,9 +48,8 @@ def chat(stream):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def responses(stream, named=False):
-    """`named`: what was said before is not sent again, but named by the id of the last answer."""
-    items = [{"role": "user", "content": f"responses, stream {stream}, named {named}"}]
+def responses(stream):
+    items = [{"role": "user", "content": f"responses, stream {stream}"}]
     options = {"model": "m", "tools": TOOLS, "instructions": "be brief"}
     while True:
         if stream:
@@ -63,10 +62,7 @@ def responses(stream, named=False):
         seen.append(
             {"api": f"responses {stream}", "text": answer.output_text, "tokens": answer.usage.output_tokens}
         )
-        if named:
-            items, options = [], {**options, "previous_response_id": answer.id}
-        else:
-            items += [item.model_dump(exclude_none=True) for item in answer.output]
+        items += [item.model_dump(exclude_none=True) for item in answer.output]
         calls = [item for item in answer.output if item.type == "function_call"]
         if not calls:
             return
@@ -78,7 +74,6 @@ def responses(stream, named=False):
 for way in (False, True):
     chat(way)
     responses(way)
-    responses(way, named=True)
 for wrong in (
     lambda: client.chat.completions.create(model="m", messages="hi"),
     lambda: openai.OpenAI(base_url=f"{url}/v1", api_key="nobody").models.with_raw_response.list(),

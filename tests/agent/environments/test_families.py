@@ -118,7 +118,7 @@ def test_gymnasium_writes_observations_and_reads_actions():
 
 def test_a_family_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setattr("slime.agent.environments.rows.is_installed", lambda name: False)
-    with pytest.raises(ValueError, match=r"pip install 'slime\[textarena\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'slime-rl\[textarena\]'"):
         check_task(read_choices("textarena:TicTacToe-v0")[0], "--env")
 
 

@@ -13,9 +13,9 @@ from patience import LONG_S
 ROOT = Path(__file__).parents[3]
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--")
 ATTACKS = (
-    "tests/agent/sandbox/test_forged_replies.py",
     "tests/agent/sandbox/test_hostile_commands.py",
-    "tests/agent/rewards/test_cheating_programs.py",
+    pytest.param("tests/agent/sandbox/test_forged_replies.py", marks=pytest.mark.slow),
+    pytest.param("tests/agent/rewards/test_cheating_programs.py", marks=pytest.mark.slow),
 )
 
 pytestmark = pytest.mark.skipif(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("mcp", reason="pip install 'slime[mcp]'")
+pytest.importorskip("mcp", reason="pip install 'slime-rl[mcp]'")
 
 from patience import LONG_S
 

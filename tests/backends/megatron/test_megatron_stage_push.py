@@ -18,7 +18,7 @@ from tiny_model import make_tiny_model
 from slime.utils.async_utils import run
 from slime.weight_sync.base import SenderOptions, Target
 from slime.weight_sync.distributed import DistributedSender
-from slime.weight_sync.stage_turns import StagePlace, StageTurns
+from slime.weight_sync.stage_turns import StageTurns
 from slime.weight_sync.transports import transport_of
 from slime.wire.control import EngineControl
 
@@ -70,10 +70,11 @@ def push_all(
 
 def push(backend, rank: int, url: str, version: str):
     layout = backend.layout
-    place = StagePlace(layout.pp_rank, layout.pp_size, layout.is_first_of_stage)
-    options = SenderOptions("slime-x", Path("unused"), "model", rank, deadline_s=30.0, stage=place.stage)
-    sender = DistributedSender(options) if place.is_first else None
-    report = StageTurns(place, sender).send(version, (Target(url, 1, 1, ()),), backend.export_stage())
+    options = SenderOptions("slime-x", Path("unused"), "model", rank, deadline_s=30.0, stage=layout.pp_rank)
+    sender = DistributedSender(options) if layout.is_first_of_stage else None
+    report = StageTurns(layout.pp_rank, layout.pp_size, sender).send(
+        version, (Target(url, 1, 1, ()),), backend.export_stage()
+    )
     if sender is not None:
         sender.close()
     return report

@@ -158,7 +158,9 @@ def test_prompts_that_begin_alike_share_pages_in_the_pass_that_computes_them(
         assert largest_difference(sequence.log_probs, expected) < 1e-4
 
 
-@pytest.mark.parametrize("length", [1, 7, 16, 17, 40, 64])
+@pytest.mark.parametrize(
+    "length", [1, 17, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 16, 40))]
+)
 def test_siblings_draw_what_each_would_draw_alone(folder, length, spans):
     """Shorter than a page, whole pages, and between; the pool is so small that some are retracted."""
 

@@ -66,7 +66,7 @@ def test_a_flush_forgets_everything_and_leaks_nothing():
     allocator.flush()
     assert allocator.match([1] * 9) == [] and allocator.epoch == 1
     allocator.drop(held)
-    assert allocator.num_free == 6 and allocator.num_cached == 0
+    assert allocator.num_free == 6 and not allocator._cached
 
 
 def test_random_use_never_hands_a_block_to_two_owners_and_never_loses_one():

@@ -147,7 +147,7 @@ def test_several_choices_differ_and_a_seed_repeats_them(url, seed):
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_stream_is_the_whole_response_in_pieces(url, path):
+def test_a_stream_is_the_whole_response(url, path):
     prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "2+2="}
     body = {**prompt, **GREEDY, "logprobs": True if path == CHAT else 1}
     _, whole = ask(url + path, body)
@@ -159,7 +159,7 @@ def test_a_stream_is_the_whole_response_in_pieces(url, path):
     choices = [choice for event in events for choice in event["choices"]]
     assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
     if path == CHAT:
-        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert choices[0]["delta"]["role"] == "assistant"
         text = "".join(choice["delta"].get("content", "") for choice in choices)
         assert text == whole["choices"][0]["message"]["content"]
         entries = [one for c in choices if c.get("logprobs") for one in c["logprobs"]["content"]]

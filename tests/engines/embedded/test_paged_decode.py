@@ -6,11 +6,10 @@ import pytest
 import torch
 from tiny_model import make_tiny_model
 
-from slime.engines.embedded.attention import _from_copies, attend_to_pages
+from slime.engines.embedded.attention import attend_to_copies
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.graphs import bucket_of, decides_on_host
 from slime.engines.embedded.runner import ModelRunner
-from slime.engines.embedded.sampler import _draw_in_chunks, _find
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.engines.embedded.weight_update import DiskSource
@@ -65,7 +64,7 @@ def assert_same(made: list[Sequence], expected: list[Sequence]) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("max_total_tokens", [4096, 192])
+@pytest.mark.parametrize("max_total_tokens", [pytest.param(4096, marks=pytest.mark.slow), 192])
 def test_recorded_passes_make_the_tokens_of_padded_ones(folder, device, max_total_tokens):
     plain = make_engine(folder, device=device, paged=False, max_total_tokens=max_total_tokens)
     paged = make_engine(folder, device=device, paged=True, max_total_tokens=max_total_tokens)
@@ -149,19 +148,6 @@ def test_the_kernel_normalizes_as_plain_code_does(dtype):
     torch.testing.assert_close(rms_norm(hidden, weight, 1e-6), plain_norm(hidden, weight, 1e-6))
 
 
-def test_a_token_drawn_by_chunks_is_the_one_of_the_whole_vocabulary():
-    torch.manual_seed(0)
-    probs = torch.randn(200, 5000).mul(3).softmax(-1)
-    probs[:, 100:2500] = 0.0  # as a filter leaves them
-    u = torch.rand(200, dtype=torch.float64)
-    whole = _find(probs, u, torch.float64).squeeze(1)
-    made = _draw_in_chunks(probs, u)
-    assert (made == whole).float().mean() > 0.98  # others fall on an edge, within rounding
-    assert (probs.gather(1, made[:, None]) > 0).all()
-    edges = _draw_in_chunks(probs[:2], torch.tensor([0.0, 1.0 - 2.0**-33], dtype=torch.float64))
-    assert edges[0] == 0 and probs[1, edges[1]] > 0
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [
     dict(count=1, longest=700),
@@ -170,10 +156,12 @@ def test_a_token_drawn_by_chunks_is_the_one_of_the_whole_vocabulary():
     dict(count=5, kv_heads=1, group=7, key_dim=80, value_dim=48, longest=333),
 ])  # fmt: skip
 def test_the_kernel_attends_as_copies_do(shape):
+    from slime.engines.embedded.decode_kernels import paged_decode
+
     inputs = pages("cuda", torch.float32, **shape)
-    expected = _from_copies(*(x.cpu() for x in inputs), 16, 0.3)
-    made = attend_to_pages(*inputs, block_size=16, scale=0.3)
+    expected = attend_to_copies(*(x.cpu() for x in inputs), 16, 0.3)
+    made = paged_decode(*inputs, 16, 0.3)
     torch.testing.assert_close(made.cpu(), expected, atol=1e-4, rtol=1e-4)
     half = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
-    made = attend_to_pages(*half, block_size=16, scale=0.3)
+    made = paged_decode(*half, 16, 0.3)
     assert (made.cpu().float() - expected).norm() < 0.02 * expected.norm()

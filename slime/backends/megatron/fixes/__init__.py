@@ -1,1 +1,1 @@
-"""What megatron-core 0.16.1 needs mended, and what lets it run without CUDA and TransformerEngine."""
+"""Patches for megatron-core 0.16.1: bug fixes, and support for CPUs and for no TransformerEngine."""

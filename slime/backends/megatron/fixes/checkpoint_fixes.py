@@ -1,7 +1,7 @@
-"""Mends two mistakes of megatron-core 0.16.1 about checkpoints.
+"""Fixes two checkpoint bugs of megatron-core 0.16.1.
 
-The server through which writers report outlives a trainer that is killed, and the moments of experts are read
-only where as many optimizers are chained as when they were written.
+The server through which writers report outlives a killed trainer, and the moments of experts can be read only
+if the same number of optimizers is chained as when they were written.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ def own_results_server() -> None:
 
 
 def common_parts(state: dict[Any, Any], optimizer: ChainedOptimizer) -> list[dict[str, Any]]:
-    """What is not cut over ranks in each optimizer of a chain: parameter groups, the kind of sharding."""
+    """Return the unsharded state of each optimizer of a chain: parameter groups, the kind of sharding."""
     parts = _parts(state, len(optimizer.chained_optimizers))
     return [{name: value for name, value in part.items() if name in _COMMON} for part in parts]
 
@@ -54,7 +54,7 @@ def with_own_groups(loaded: dict[Any, Any], optimizer: ChainedOptimizer, *, step
     found = []
     members = optimizer.chained_optimizers
     for part, member in zip(_parts(loaded, len(members)), members, strict=True):
-        # With 16-bit weights Adam's state lies beside the fp32 ones.
+        # With 16-bit weights Adam's state is kept with the fp32 weights.
         inner = part.get("optimizer", part)
         state = {
             index: {**moments, "step": torch.tensor(float(step))}

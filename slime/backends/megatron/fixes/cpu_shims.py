@@ -1,6 +1,6 @@
 """Lets megatron-core, which names CUDA devices literally, run on a machine without CUDA.
 
-Installed only in a trainer process on CPU. Each patch says which habit of megatron-core 0.16.1 it serves.
+Installed only in a trainer process on CPU. Each patch names the behaviour of megatron-core 0.16.1 it handles.
 Streams and events do nothing, so the overlap of copies and computation is not exercised here.
 """
 
@@ -20,7 +20,7 @@ _installed = False
 
 
 class _InOrder:
-    """A stream or an event: work on a CPU is in order already, so every method does nothing."""
+    """Replaces streams and events: work on a CPU is in order already, so every method does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

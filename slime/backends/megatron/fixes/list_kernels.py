@@ -1,7 +1,7 @@
-"""Lets megatron-core 0.16.1 handle all parameters in few kernels without TransformerEngine and Apex.
+"""Lets megatron-core 0.16.1 update all parameters in few kernels without TransformerEngine and Apex.
 
-Its own stand-ins launch kernels for each parameter, and the one of the norm waits for the device each time:
-a fifth of a step of a mixture of experts, which has thousands of parameters.
+Megatron's own fallbacks launch kernels for each parameter, and the fallback of the norm synchronises with the
+device each time: a fifth of a step of a mixture of experts, which has thousands of parameters.
 """
 
 import operator
@@ -85,15 +85,10 @@ def counted_gradients(optimizer: Any) -> list[Tensor]:
     if any(grad.dtype != torch.float32 for _, _, grad in _pairs_of(optimizer)):
         return grads  # made anew in each step
     known, runs = getattr(optimizer, _RUNS, ([], []))
-    if not same_tensors(known, grads):
+    if len(known) != len(grads) or not all(map(operator.is_, known, grads)):
         runs = joined(grads)
         setattr(optimizer, _RUNS, (grads, runs))
     return runs
-
-
-def same_tensors(known: list[Tensor], found: list[Tensor]) -> bool:
-    """Whether two lists hold the very same tensors."""
-    return len(known) == len(found) and all(map(operator.is_, known, found))
 
 
 def joined(tensors: list[Tensor]) -> list[Tensor]:
@@ -126,7 +121,7 @@ def zero_gradients(ddp: Any) -> None:
 
 
 def take_empty(parameters: Sequence[Any]) -> bool:
-    """Whether nothing was added to these parameters' sums since they were zeroed; from now on it was."""
+    """Return whether these parameters' gradient sums are still zero, and mark them as used."""
     empty = all(getattr(parameter, _EMPTY, False) for parameter in parameters)
     for parameter in parameters:
         setattr(parameter, _EMPTY, False)
@@ -156,7 +151,7 @@ def backward_hook(ddp: Any, parameter: Any) -> Callable[..., None]:
 
 
 def _counts(parameter: Tensor, optimizer: Any) -> bool:
-    """Whether no other rank, and no other use of the parameter, counts its gradient too."""
+    """Return whether no other rank, and no other use of the parameter, counts its gradient too."""
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
 

@@ -1,4 +1,4 @@
-"""Mends how megatron-core 0.16.1 saves and loads torch's Adam, the optimizer that slime trains with."""
+"""Fixes how megatron-core 0.16.1 saves and loads torch's Adam, the optimizer that slime uses."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,7 +39,7 @@ def plain_moments(optimizer: MegatronOptimizer, *, wanted: bool) -> Iterator[Non
 
 
 def adam_step(optimizer: MegatronOptimizer) -> int:
-    """How many steps Adam's moments have seen, over all ranks, as some may train nothing; 0: no moments."""
+    """Return the steps in Adam's moments, maximum over ranks, as some train nothing; 0: no moments."""
     states = [state for inner in _torch_optimizers(optimizer) for state in inner.state.values()]
     steps = [state["step"] for state in states if "step" in state]
     found: list[int] = [0] * dist.get_world_size()

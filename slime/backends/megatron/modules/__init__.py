@@ -1,1 +1,1 @@
-"""The model in Megatron's terms: which modules make up its layers, and those of ours among them."""
+"""Builds the model for Megatron: selects the modules of its layers, and implements some of them."""

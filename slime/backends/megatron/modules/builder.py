@@ -133,7 +133,7 @@ def _mark(
 def wrap_for_training(
     config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[PackedGPTModel]
 ) -> list[DistributedDataParallel]:
-    """Each chunk with its gradient buffers; tells the schedules how and when gradients are reduced."""
+    """Each chunk with its gradient buffers; defines for the schedules how and when gradients are reduced."""
     wrapped = [
         DistributedDataParallel(
             config, ddp, chunk, disable_bucketing=index > 0 and not ddp.overlap_grad_reduce

@@ -1,12 +1,12 @@
-"""Layers that no other rank shares run as one compiled function over Megatron's own parameters.
+"""Compiles layers that are not split over ranks into one function over Megatron's own parameters.
 
 Megatron launches norms, rotary angles and the gated activation as kernels of their own, and keeps what lies
 between them for the backward pass. Compiled as a whole, as in the FSDP trainer, a layer takes less time and
 memory. Parameters, gradient buffers, optimizer and schedules stay Megatron's.
 
-Of a mixture of experts the attention is compiled; router and experts run as they are. Not compiled: layers
-cut over tensor- or context-parallel ranks, families with further modules in a layer, and runs that hook into
-modules (--overlap-param-gather, selective recomputation).
+In a mixture of experts, the attention is compiled; router and experts run eagerly. Not compiled are layers
+that are split over tensor- or context-parallel ranks, families with additional modules in a layer, and runs
+that hook into modules (--overlap-param-gather, selective recomputation).
 """
 
 import types
@@ -40,7 +40,7 @@ _RECOMPILE_LIMIT = 64
 
 
 def should_compile(args: Args, config: TransformerConfig, device: torch.device) -> bool:
-    """Whether layers are compiled: by default wide ones on GPUs, never tensor-parallel ones."""
+    """Return whether layers are compiled: by default wide ones on GPUs, never tensor-parallel ones."""
     alone = config.tensor_model_parallel_size == config.context_parallel_size == 1
     hooked = args.overlap_param_gather or config.recompute_granularity == "selective"
     if not alone or hooked or args.compile is False:
@@ -77,7 +77,7 @@ def compile_layers(chunks: Sequence[nn.Module], config: TransformerConfig, devic
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is a layer of exactly the parts that `dense_layer` or `_attend` computes."""
+    """Return whether a module is a layer of exactly the parts that `dense_layer` or `_attend` computes."""
     return type(module) in (TransformerLayer, RoutedLayer) and _has_plain_parts(module)
 
 

@@ -1,8 +1,9 @@
 """Megatron's experts by grouped products: one operator for all experts of a rank instead of one call each.
 
-Parameters stay Megatron's, one pair per expert, so that checkpoints, gradient buffers and the optimizer know
-nothing of it. In Megatron's flat buffers those of a layer stand at like distances, last expert first: one
-view is all of them, and another their gradients. Without such a buffer they are copied side by side.
+Parameters stay Megatron's, one pair per expert, so that checkpoints, gradient buffers and the optimizer are
+not affected. In Megatron's flat buffers, a layer's experts lie at equal distances, last expert first, so that
+one view covers all of them and another their gradients. Without such a buffer they are copied into one
+tensor.
 """
 
 import itertools
@@ -26,7 +27,7 @@ _VIEW = (
 
 
 def is_plain_mlp(config: TransformerConfig) -> bool:
-    """Whether an MLP, or an expert, is silu(gate) * up between two products without biases."""
+    """Return whether an MLP, or an expert, is silu(gate) * up between two products without biases."""
     return bool(
         not config.add_bias_linear
         and config.gated_linear_unit
@@ -57,7 +58,7 @@ class GroupedExperts(SequentialMLP):
         return self.compute(rows, chosen[:, None], permuted_probs[:, None]), None
 
     def can_group(self, hidden: Tensor) -> bool:
-        """Whether the operator computes for these tokens what Megatron's own code would."""
+        """Return whether the operator computes the same as Megatron's own code for these tokens."""
         on_gpu = hidden.is_cuda and hidden.dtype == torch.bfloat16
         # A rank whose experts nobody chose has no rows, which grouped products may not take.
         return (on_gpu or self.on_any_device) and hidden.numel() > 0 and _is_plain(self)
@@ -78,7 +79,7 @@ class GroupedExperts(SequentialMLP):
 
 
 class _Stacked(torch.autograd.Function):
-    """Weights side by side; their gradients go to Megatron's buffers in one call instead of a hook each."""
+    """Stacks weights; adds their gradients to Megatron's buffers in one call instead of one hook each."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:

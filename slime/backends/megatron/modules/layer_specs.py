@@ -1,4 +1,4 @@
-"""Which of Megatron's modules make up each decoder layer, and which of ours take their places."""
+"""Selects the modules of each decoder layer: Megatron's own, or our replacements."""
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec

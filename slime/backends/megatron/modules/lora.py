@@ -1,13 +1,13 @@
 """Low-rank adapters on Megatron's column- and row-parallel layers, and on those of single experts.
 
 Megatron keeps query, key and value in one matrix, and gate and up projection in another; peft gives each an
-adapter of its own. So does this: a fused layer has a first factor for each of its parts, and one second
-factor whose rows lie as the rows of the fused matrix do. Where tensor-parallel ranks share a layer they share
-its adapter: one factor is cut like the matrix, the other is whole on every rank, and only what lies between
-the two, of the adapter's small rank, travels.
+adapter of its own. Here, too, a fused layer has a first factor for each of its parts, and one second factor
+whose rows are ordered as in the fused matrix. If a layer is split over tensor-parallel ranks, so is its
+adapter: one factor is split like the matrix, the other is whole on every rank, and only the activations
+between the two, of the adapter's small rank, are communicated.
 
-Not covered, and refused by name: experts that tensor-parallel ranks share, MTP heads, shared experts whose
-messages overlap with others.
+Refused with an error are experts that are split over tensor-parallel ranks, MTP heads, and shared experts
+with overlapped communication.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,7 +96,7 @@ class Adapter(nn.Module):
         return F.linear(hidden, second) * self.scale
 
     def product(self) -> Tensor:
-        """What it adds to this rank's part of the weight, fp32."""
+        """Return the adapter's contribution to this rank's part of the weight, in fp32."""
         first, second = self._factors()
         return self.scale * (second.float() @ first.float())
 
@@ -108,7 +108,7 @@ class Adapter(nn.Module):
         return torch.cat(self.first), spread.flatten(1)
 
     def sharded_state(self, prefix: str, offsets: Any, linear: Linear, metadata: dict[str, Any]) -> Any:
-        """How checkpoints hold it, so that any other layout can read it."""
+        """Return the adapter's sharded state, which any other layout can load."""
         axes = {_attribute(name): 1 for name in self.targets} if self.is_row else {"lora_B": 0}
         state = self.state_dict(prefix="", keep_vars=True)
         groups = {"tp_group": linear.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
@@ -122,7 +122,7 @@ class Adapter(nn.Module):
 
 
 class _Adapted:
-    """A layer of Megatron that has got an adapter; its class is changed where it stands."""
+    """A layer of Megatron with an adapter; the class of the existing layer object is replaced."""
 
     adapter: Adapter
 
@@ -151,7 +151,8 @@ def add_adapters(args: Args, chunks: Sequence[PackedGPTModel], hub: HubWeights, 
 
     Returns the adapters under the names of peft; `hub` exports the model with them merged in.
     """
-    linear = {id(m.weight): m for chunk in chunks for m in chunk.modules() if _takes_adapter(m)}
+    layers = [m for chunk in chunks for m in chunk.modules() if type(m) in ADAPTED and m.weight is not None]
+    linear = {id(layer.weight): layer for layer in layers}
     places = [(i, linear[id(e.parameter)]) for i, e in enumerate(hub.entries) if id(e.parameter) in linear]
     wanted = {i: _targets(hub.entries[i], args.lora_target_modules) for i, _ in places}
     _check(args, chunks[0], [(hub.entries[i], wanted[i]) for i, _ in places])
@@ -169,10 +170,6 @@ def add_adapters(args: Args, chunks: Sequence[PackedGPTModel], hub: HubWeights, 
     found = SharedOut(entries, dims, hub.entries[0].parameter.device)
     found.pieces()  # gathered now: later one rank alone asks for names
     return found
-
-
-def _takes_adapter(module: nn.Module) -> bool:
-    return type(module) in ADAPTED and module.weight is not None
 
 
 def _targets(entry: ParameterEntry, named: list[str]) -> tuple[str, ...]:
@@ -234,12 +231,12 @@ def _entries_of(adapter: Adapter) -> list[ParameterEntry]:
 
 
 def _attribute(layer: str) -> str:
-    """Where the first factor of a layer is kept in its adapter."""
+    """Return the attribute of an adapter that holds the first factor of a layer."""
     return "lora_A_" + layer.rpartition(".")[2]
 
 
 def _between(linear: Linear, is_row: bool) -> Callable[[Tensor], Tensor]:
-    """What ranks exchange between the two factors; sums of gradients are the mapping's own backward."""
+    """Return the communication between the two factors; its backward pass sums the gradients."""
     group, cut_tokens = linear.tp_group, linear.config.sequence_parallel
     if is_row:
         reduce = reduce_scatter_to_sequence_parallel_region if cut_tokens else None

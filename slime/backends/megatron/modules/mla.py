@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from slime.backends.attention.packed_documents import varlen_for
+from slime.backends.attention.packed_documents import takes_varlen
 from slime.backends.megatron.modules.layers import PackedCoreAttention, RMSNorm, rotate
 from slime.backends.megatron.stream import PackedStream
 
@@ -43,7 +43,7 @@ class MLACoreAttention(PackedCoreAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, stream: PackedStream) -> Tensor:
         width = value.shape[-1]
-        if varlen_for(query) is not None:
+        if takes_varlen(query):
             # The fused kernel takes one width only.
             value = F.pad(value, (0, query.shape[-1] - width))
         return super().attend(query, key, value, stream)[..., :width]

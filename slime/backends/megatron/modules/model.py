@@ -12,16 +12,16 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from slime.backends.attention.share import place_tokens
+from slime.backends.attention.share import PlaceTokens
 from slime.backends.base import HeadFunction, MicroBatch, TokenOutputs
-from slime.backends.megatron.modules.mtp import also_train, mtp_loss
+from slime.backends.megatron.modules.mtp import AlsoTrain, mtp_loss
 from slime.backends.megatron.modules.vocab_parallel import VocabSlice, gather_vocab, vocab_parallel_log_probs
 from slime.backends.megatron.stream import PackedStream
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """What the last pipeline stage is asked to compute."""
+    """The computation that the last pipeline stage performs."""
 
     temperature: float
     chunk_size: int = -1
@@ -64,7 +64,7 @@ class PackedGPTModel(GPTModel):
             return outputs
         loss = mtp_loss(self, hidden, stream, self.output_matrix(), mb)
         self.mtp_losses.append(loss.detach())
-        return replace(outputs, log_probs=also_train(outputs.log_probs, call.mtp_scale * loss))
+        return replace(outputs, log_probs=AlsoTrain.apply(outputs.log_probs, call.mtp_scale * loss))
 
     def _embed(self, stream: PackedStream) -> Tensor:
         """[T_local, 1, H]. The padding token is looked up and not trained, as in the models of transformers.
@@ -131,7 +131,7 @@ class PackedGPTModel(GPTModel):
         """Return [R] values of all response tokens from the ones that this context-parallel rank predicts."""
         if stream.tree is None:
             return values
-        return place_tokens(values, stream.places, stream.num_targets, self.pg_collection.cp)
+        return PlaceTokens.apply(values, stream.places, stream.num_targets, self.pg_collection.cp)
 
     def output_matrix(self) -> VocabSlice:
         tied = self.share_embeddings_and_output_weights

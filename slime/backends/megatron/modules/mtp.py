@@ -1,4 +1,4 @@
-"""MTP heads: Megatron's layers on the last pipeline stage, trained beside the policy.
+"""MTP heads: Megatron's layers on the last pipeline stage, trained in addition to the policy.
 
 An MTP (multi-token prediction) head predicts a token further ahead. It reads the model's hidden states, the
 embedding and the output matrix without a gradient to them, so that the policy trains exactly as it would
@@ -65,7 +65,7 @@ def mtp_spec(
 
 
 class _NoGradient(torch.autograd.Function):
-    """Sends zeros back: a parameter that never gets a gradient would stall overlapped reductions."""
+    """Returns zero gradients: a parameter without any gradient would stall overlapped reductions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -76,7 +76,9 @@ class _NoGradient(torch.autograd.Function):
         return torch.zeros_like(grad)
 
 
-class _AlsoTrain(torch.autograd.Function):
+class AlsoTrain(torch.autograd.Function):
+    """The values unchanged, whose backward pass is one through a scalar loss too."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
         ctx.save_for_backward(loss)
@@ -86,11 +88,6 @@ class _AlsoTrain(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         (loss,) = ctx.saved_tensors
         return grad, torch.ones_like(loss)
-
-
-def also_train(values: Tensor, loss: Tensor) -> Tensor:
-    """`values` unchanged, whose backward pass is one through the scalar `loss` too."""
-    return _AlsoTrain.apply(values, loss)
 
 
 def mtp_loss(

@@ -1,6 +1,6 @@
-"""The router's product with fp32 results from 16-bit factors, on the units that multiply 16-bit numbers.
+"""Computes router logits in fp32 from 16-bit factors, on 16-bit matrix units.
 
-Megatron turns both factors into fp32 first: the same product, many times slower.
+Megatron converts both factors to fp32 first, which gives the same product many times slower.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RouterLogits(torch.autograd.Function):
-    """hidden [T, H] and weight [E, H] in bfloat16 -> [T, E] fp32; gradients are in bfloat16."""
+    """Multiplies hidden [T, H] and weight [E, H] in bfloat16 -> [T, E] fp32; gradients are in bfloat16."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor, nn
+from torch import Tensor
 
 from slime.backends.base import MicroBatch
 from slime.backends.megatron.modules.grouped_experts import look_up_experts
@@ -29,7 +29,7 @@ _LOSSES = ("moe_aux_loss", "moe_z_loss")
 
 @dataclass(frozen=True, slots=True)
 class RoutingPlan:
-    """What a pass does with expert choices; recorded ones are kept by the samples of a micro-batch."""
+    """Decides whether a pass makes, records or replays expert choices, per samples of a micro-batch."""
 
     step_tokens: float = 1.0
     follow_engine: bool = False  # use the choices that came with the samples
@@ -212,10 +212,6 @@ class RoutedLayer(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.mlp.router.routes = kwargs["packed_seq_params"].routes
         return super().forward(*args, **kwargs)
-
-
-def routers_of(chunks: Sequence[nn.Module]) -> list[PackedRouter]:
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter)]
 
 
 def take_metrics(routers: Sequence[PackedRouter], num_experts: int) -> tuple[Tensor, dict[str, float]]:

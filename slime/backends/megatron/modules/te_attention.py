@@ -1,9 +1,9 @@
-"""TransformerEngine's attention in Megatron's layers, where it computes what our own does.
+"""Uses TransformerEngine's attention in Megatron's layers, if it agrees with slime's own.
 
-`--attention-backend` chooses. Before a model is built both attentions compute the same small packed batch; if
+The choice is `--attention-backend`. Before a model is built, both compute the same small packed batch; if
 an output or a gradient differs on any rank, TransformerEngine's is not used. Queries and keys arrive rotated.
 
-Not covered, and refused: context parallelism, which TransformerEngine cuts into messages of its own.
+Context parallelism is refused, because TransformerEngine would communicate in its own way.
 """
 
 import copy
@@ -99,15 +99,15 @@ def choose_attention(
     if choice == "auto":
         _log_once(f"attention: slime's own, because {reason}")
         return ours
-    told = f"--attention-backend is {choice}, a kernel of TransformerEngine's, but {reason}"
+    problem = f"--attention-backend is {choice}, a kernel of TransformerEngine's, but {reason}"
     if args.strict:
-        raise ValueError(f"{told}; use auto or local. (--strict)")
-    _log_once(f"{told}: slime's own attention is used, which computes the same", logging.WARNING)
+        raise ValueError(f"{problem}; use auto or local. (--strict)")
+    _log_once(f"{problem}: slime's own attention is used, which computes the same", logging.WARNING)
     return ours
 
 
 def why_unfit(args: Args, config: TransformerConfig, device: torch.device) -> str | None:
-    """What speaks against TransformerEngine before it is tried; the same on all ranks."""
+    """Return why TransformerEngine cannot be used, before it is tried; the same on all ranks."""
     if device.type != "cuda":
         return "it runs on GPUs only"
     if config.params_dtype not in (torch.bfloat16, torch.float16):

@@ -1,1 +1,1 @@
-"""Worker processes that compare an answer with its reference, each comparison under limits and a deadline."""
+"""Worker processes that compare a response with its reference, within limits and a deadline."""

@@ -132,7 +132,7 @@ class _Worker:
         self.pid = self.process.pid
 
     def describe_end(self) -> str:
-        """What it printed is in our own output."""
+        """Describe how the worker ended; its own output is part of this process's output."""
         if self.process is None:
             return "did not start"
         try:

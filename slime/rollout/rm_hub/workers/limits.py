@@ -1,62 +1,54 @@
-"""Limits of comparisons, and a record of comparisons that exceeded them.
+"""Limits of comparisons, and the reason why the last comparison was given up.
 
-A comparison beyond its limit is "not equal" for its caller. A check worker must also know that nothing was
-compared, so it opens `noting()` around the check. This module is light: check workers import it.
+A comparison beyond its limit returns "not equal". A check worker must also know that nothing was compared, so
+it reads the noted reason after each check. This module must stay light: check workers import it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import NoReturn
 
-MAX_RESPONSE_CHARS = 1_000_000  # a response beyond it is not looked at
+MAX_RESPONSE_CHARS = 1_000_000  # a longer response is not compared
 MAX_ANSWER_CHARS = 2_000  # a final answer beyond it is compared as text only
 MAX_BITS = 40_000  # of a number: about 12,000 digits
 MAX_FACTORIAL = 3_000  # whose factorial has about as many digits
 MAX_DEPTH = 60  # brackets inside brackets
 CPU_BUDGET_S = 1.0  # of a worker for one check; answers that people write take a tenth of it
 
-_notes: ContextVar[list[str] | None] = ContextVar("slime_too_large", default=None)
+_note: str | None = None
 
 
 class TooLarge(ValueError):
-    """A value or text that is not worked out because of its size."""
-
-
-@contextlib.contextmanager
-def noting() -> Iterator[list[str]]:
-    """Collects why comparisons were given up."""
-    notes: list[str] = []
-    token = _notes.set(notes)
-    try:
-        yield notes
-    finally:
-        _notes.reset(token)
+    """Raised for a value or text that is too large to evaluate."""
 
 
 def note(reason: str) -> None:
-    """A comparison was given up for its size."""
-    notes = _notes.get()
-    if notes is not None:
-        notes.append(reason)
+    """Note that a comparison was given up for its size."""
+    global _note
+    _note = reason
+
+
+def take_note() -> str | None:
+    """Return why the last comparison since the previous call was given up; None: all were made."""
+    global _note
+    taken, _note = _note, None
+    return taken
 
 
 def refuse(reason: str) -> NoReturn:
-    """Noted here, since a parser between here and the check may swallow what is raised."""
+    """Raise TooLarge, and note it: a parser between here and the check may swallow the error."""
     note(reason)
     raise TooLarge(reason)
 
 
 def check_power(base_bits: int, exponent: int) -> None:
-    """TooLarge when base ** exponent would have more than MAX_BITS."""
+    """Raise TooLarge if base ** exponent would have more than MAX_BITS."""
     if base_bits > 1 and base_bits * abs(exponent) > MAX_BITS:
         refuse("a power with too many digits")
 
 
 def check_text(text: str, *, max_chars: int = MAX_ANSWER_CHARS, max_depth: int = MAX_DEPTH) -> None:
-    """TooLarge when the text of an answer is too long or too deeply bracketed for a parser."""
+    """Raise TooLarge if the text of an answer is too long or too deeply bracketed for a parser."""
     if len(text) > max_chars:
         refuse(f"an answer of {len(text)} characters")
     depth = deepest = 0

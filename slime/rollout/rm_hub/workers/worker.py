@@ -1,4 +1,4 @@
-"""A reward check worker: a small process that runs one check at a time and answers over a pipe.
+"""A reward check worker: a small process that runs one check at a time and replies over a pipe.
 
 Started by `pool.CheckPool` as a script, so that nothing heavy is imported: only what the checks themselves
 need. For each request it answers twice: ("ready", pid) once the function is imported, then one of
@@ -8,8 +8,8 @@ need. For each request it answers twice: ("ready", pid) once the function is imp
     ("exhausted", reason)     the check used up its CPU time or memory: this process is spent
     ("error", reason)         the check raised
 
-Where imports took long, the process that holds them forks: the child serves, and when a check was broken off
-in it another child takes its place at once.
+If imports took long, the process that has done them forks: the child serves, and if a check in it is
+interrupted, another child replaces it at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REMINDER_S = 0.1  # of CPU: a library may swallow the first word that time is u
 
 
 class _OutOfTime(BaseException):
-    """No Exception, so that a check's own handlers let it pass."""
+    """Not a subclass of Exception, so that handlers in a check do not catch it."""
 
 
 _running = False  # a check; a signal that comes late must not end anything else
@@ -147,10 +147,11 @@ class _Worker:
 def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> tuple[str, Any]:
     from slime.rollout.rm_hub.workers import limits  # here: `main` first sets the search path
 
+    limits.take_note()  # of an earlier check
     try:
-        with limits.noting() as notes:
-            value = _within_budget(function, arguments, seconds)
-        return ("too large", notes[0]) if notes and not value else ("ok", value)
+        value = _within_budget(function, arguments, seconds)
+        note = limits.take_note()
+        return ("too large", note) if note is not None and not value else ("ok", value)
     except _OutOfTime:
         return "exhausted", f"it took more than {seconds:g} s of CPU time"
     except MemoryError:

@@ -1,29 +1,21 @@
-// How runs are doing at a glance: trouble first, then how far, then the numbers that matter.
+// The state of the runs at a glance: problems first, then the progress, then the headline metrics.
 import * as api from "../api.js";
 import { h, fill, empty } from "../dom.js";
 import { num, ago, clock, duration, isLive, stateName } from "../format.js";
 import { tip, explained } from "../tip.js";
 import { link } from "../route.js";
 import { Chart } from "../chart.js";
+import { seedGroups } from "../seeds.js";
 
 export const title = "Overview";
-
-function table(context) {
-  const rows = context.runs.map((run) => h("tr", {},
-    h("td", {}, h("a", { href: link("overview", { runs: run.key }) }, run.name), h("div", { class: "dim" }, run.folder)),
-    h("td", {}, h("span", { class: `badge ${stateName(run.state)}` }, run.state)),
-    h("td", { class: "num" }, run.total ? `${run.step} / ${run.total}` : run.step),
-    h("td", {}, run.method || "–"), h("td", {}, ago(run.last_time))));
-  return h("section", { class: "panel scroll" }, h("h2", {}, "Runs on this page"),
-    h("table", {}, h("thead", {}, h("tr", {}, ["Run", "State", "Step", "Method", "Last logged"].map((name) => h("th", {}, name)))), h("tbody", {}, rows)));
-}
+const FEW = 3; // runs with all their tiles; of more only progress, errors and warnings are shown
 
 export function troubleList(trouble, key) {
   if (!trouble.length) return null;
-  return h("ul", { class: "trouble", "aria-label": "What is wrong" }, trouble.map((entry) => h("li", { class: entry.severity },
+  return h("ul", { class: "trouble", "aria-label": "Problems" }, trouble.map((entry) => h("li", { class: entry.severity },
     h("b", {}, `${{ error: "Error", warning: "Warning", advice: "Advice", note: "Note" }[entry.severity]}: `), entry.title,
     h("small", {}, entry.text), " ",
-    h("a", { href: link(entry.view, { runs: key, name: entry.about }) }, "look"))));
+    h("a", { href: link(entry.view, { runs: key, name: entry.about }) }, "details"))));
 }
 
 function progress(run) {
@@ -35,24 +27,23 @@ function progress(run) {
     h("span", { class: `badge ${stateName(run.state)}` }, run.state), " ",
     share !== null && h("progress", { max: 1, value: share, "aria-label": "progress" }), " ",
     `step ${run.step}${run.total ? ` of ${run.total}` : ""}`,
-    h("span", { class: "dim" }, ` · started ${clock(started)} · ${duration(started && until ? until - started : null)} ${isLive(run.state) ? "so far" : "in all"} · last logged ${ago(run.last_time)}`),
-    now && now.doing && h("span", {}, ` · ${now.doing} for ${duration(Math.max(0, Date.now() / 1000 - now.since))}`));
+    h("span", { class: "dim" }, ` · started ${clock(started)} · ${duration(started && until ? until - started : null)} ${isLive(run.state) ? "so far" : "in total"} · last logged ${ago(run.last_time)}`),
+    run.paused_since && h("b", {}, ` · paused for ${duration(Date.now() / 1000 - run.paused_since)}`), now && now.doing && now.doing !== "paused" && h("span", {}, ` · ${now.doing} for ${duration(Math.max(0, Date.now() / 1000 - now.since))}`));
 }
 
 export async function render(main, context) {
-  const single = context.keys.length === 1;
-  const boxes = h("div", {}), charts = h("div", { class: "grid" });
+  const few = context.keys.length <= FEW, boxes = h("div", {}), charts = h("div", { class: "grid four" });
   let drawn = [];
   async function refresh() {
     const found = await Promise.all(context.keys.map((key) => api.get(api.run(key))));
     fill(boxes, found.map((run) => h("section", {},
-      h("h1", {}, run.name, h("span", { class: "dim" }, ` ${run.method || ""}`)), progress(run), troubleList(run.trouble, run.key),
-      run.headlines.length
+      h("h1", {}, run.name, h("span", { class: "dim" }, ` ${run.method || ""}`)), progress(run), troubleList(few ? run.trouble : run.trouble.filter((entry) => entry.severity === "error" || entry.severity === "warning"), run.key),
+      !few ? null : run.headlines.length
         ? h("div", { class: "tiles" }, run.headlines.map((row) => h("div", { class: "panel tile" },
           h("div", { class: "name" }, h("a", { href: link("curves", { runs: context.keys.join(","), name: row.name }) }, row.title), tip(explained(row))),
           h("div", { class: "value" }, num(row.last)), h("div", { class: "dim" }, `from ${num(row.first)}`))))
-        : empty("No step is logged yet. Numbers appear when the first rollout has been made: engines and the trainer are started before."))),
-    !single || context.runs.length > 1 ? table(context) : null);
+        : empty("No step is logged yet. Metrics appear after the first rollout, once the engines and the trainer have started."))),
+    context.runs.length > 1 && h("p", {}, !few && "Advice and metrics are shown for up to three selected runs. ", h("a", { href: link("runs", { runs: context.keys.join(",") }) }, `Compare all ${context.runs.length} runs in a table`)));
     return found;
   }
   const found = await refresh();
@@ -61,7 +52,7 @@ export async function render(main, context) {
   for (const run of found) for (const row of run.headlines) if (row.name.startsWith("eval/") && !wanted.includes(row.name)) wanted.splice(1, 0, row.name);
   const rows = Object.fromEntries(found.flatMap((run) => run.headlines).map((row) => [row.name, row]));
   const there = wanted.filter((name) => rows[name]).slice(0, 4);
-  drawn = there.map((metric) => new Chart({ metric, runs: context.keys, row: rows[metric], smooth: metric.startsWith("eval/") ? 0 : 0.6 }));
+  drawn = there.map((metric) => new Chart({ metric, runs: context.keys, groups: seedGroups(context.keys, context.runs), row: rows[metric], smooth: metric.startsWith("eval/") ? 0 : 0.6 }));
   fill(charts, drawn.map((chart) => chart.element));
   await Promise.all(drawn.map((chart) => chart.load()));
   return { refresh: () => Promise.all([refresh(), ...drawn.map((chart) => chart.load())]), close: () => drawn.forEach((chart) => chart.close()), themed: () => drawn.forEach((c) => { c.shape = ""; c.draw(); }) };

@@ -1,4 +1,4 @@
-// One prompt over the run, in one run or in several: what was answered before, and what after.
+// One prompt over the run, in one run or in several: the responses before and after training.
 import * as api from "../api.js";
 import { h, fill, empty } from "../dom.js";
 import { num } from "../format.js";
@@ -26,7 +26,7 @@ export async function render(main, context) {
     const found = await Promise.all(context.keys.map((run) => api.get(api.run(run, `/prompts/${hash}`)).catch(() => [])));
     const text = found.find((groups) => groups.length)?.[0].prompt;
     const rows = context.keys.flatMap((run, i) => found[i].map((g) => [run, g.kind, g.step, g.dataset, g.outcome, g.reward, g.best, g.length, g.response]));
-    const save = () => csv(`prompt-${hash}`, ["run", "kind", "step", "dataset", "outcome", "mean reward", "best reward", "tokens", "first answer"], rows);
+    const save = () => csv(`prompt-${hash}`, ["run", "kind", "step", "dataset", "outcome", "mean reward", "best reward", "tokens", "first response"], rows);
     fill(pane, text && h("pre", { class: "text mono" }, text), context.keys.map((run, i) => one(run, found[i])), rows.length > 0 && h("p", {}, h("button", { class: "small", type: "button", onclick: save }, "CSV")));
   }
   function one(run, groups) {
@@ -35,10 +35,10 @@ export async function render(main, context) {
     const boxes = last === first ? [first] : [first, last];
     return [h("h2", {}, run),
       h("div", { class: "beforeafter" }, boxes.map((entry, i) => h("div", {}, h("h3", {}, `${i ? "After" : "Before"}: step ${entry.step}${entry.dataset ? `, ${entry.dataset}` : ""}`), h("p", {}, `mean reward ${num(entry.reward, 3)} of ${entry.samples}, best ${num(entry.best, 3)}, ${num(entry.length, 3)} tokens `, h("a", { href: link("samples", { runs: run, kind: entry.kind, step: entry.step, id: entry.id }) }, "open")), h("pre", { class: "text mono" }, entry.response)))),
-      groups.length > 2 && h("details", {}, h("summary", {}, `all ${groups.length} times`), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Step", "Reward", "Tokens", "Became", "First answer"].map((name) => h("th", {}, name)))), h("tbody", {}, groups.map((entry) => h("tr", {}, h("td", {}, h("a", { href: link("samples", { runs: run, kind: entry.kind, step: entry.step, id: entry.id }) }, entry.step)), h("td", { class: "num" }, num(entry.reward, 3)), h("td", { class: "num" }, num(entry.length, 3)), h("td", {}, entry.outcome), h("td", {}, entry.response.slice(0, 200))))))))];
+      groups.length > 2 && h("details", {}, h("summary", {}, `all ${groups.length} occurrences`), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Step", "Reward", "Tokens", "Outcome", "First response"].map((name) => h("th", {}, name)))), h("tbody", {}, groups.map((entry) => h("tr", {}, h("td", {}, h("a", { href: link("samples", { runs: run, kind: entry.kind, step: entry.step, id: entry.id }) }, entry.step)), h("td", { class: "num" }, num(entry.reward, 3)), h("td", { class: "num" }, num(entry.length, 3)), h("td", {}, entry.outcome), h("td", {}, entry.response.slice(0, 200))))))))];
   }
   const list = h("div", { class: "scroll panel plist" }, prompts.map((p) => h("div", {}, h("button", { class: "small", type: "button", value: p.prompt_hash, onclick: () => show(p.prompt_hash) }, `${p.prompt.replace(/\s+/g, " ").slice(0, 70)} ${change(p)}`))));
-  fill(main, h("p", { class: "dim" }, kind === "eval" ? "Prompts of the last evaluation. The reward of those above rose most. Choose one to see how the answers changed." : "Prompts of the last rollout. The reward of those above rose most. Choose one to see how the answers changed."), h("div", { class: "split narrow" }, list, pane));
+  fill(main, h("p", { class: "dim" }, kind === "eval" ? "Prompts of the last evaluation, sorted by how much their mean reward rose. Select one to see how its responses changed." : "Prompts of the last rollout, sorted by how much their mean reward rose. Select one to see how its responses changed."), h("div", { class: "split narrow" }, list, pane));
   await show(context.params.prompt || (prompts.find((p) => p.seen > 1) || prompts[0]).prompt_hash);
   return {};
 }

@@ -1,4 +1,4 @@
-// What the model was asked and what it answered: any of a million, sorted, searched, opened token by token.
+// Prompts and responses: any of a million, sorted, searched, opened turn by turn and token by token.
 import * as api from "../api.js";
 import { h, fill, empty, debounce } from "../dom.js";
 import { num } from "../format.js";
@@ -9,7 +9,7 @@ import { csv } from "../export.js";
 import { tip } from "../tip.js";
 
 export const title = "Samples";
-const ORDERS = { newest: "newest first", made: "oldest first", worst: "lowest reward", best: "highest reward", longest: "longest", shortest: "shortest", difference: "largest difference in a group" };
+const ORDERS = { newest: "newest first", made: "oldest first", worst: "lowest reward", best: "highest reward", longest: "longest", shortest: "shortest", difference: "largest reward spread in a group" };
 
 function bar(reward) {
   if (reward === null) return null;
@@ -25,20 +25,20 @@ export async function render(main, context) {
     fill(main, empty(record.missing || "The record holds no rollout yet.", " Samples are recorded as soon as a rollout is complete, unless the run was started with --record-max-mib 0."));
     return {};
   }
-  const pane = h("section", { class: "panel", "aria-label": "Answer", "aria-live": "polite" }, empty("Choose an answer on the left, or move with the arrow keys."));
+  const pane = h("section", { class: "panel", "aria-label": "Sample" }, empty("Select a sample in the list, or move with the arrow keys."));
   const status = h("span", { class: "dim" });
   const list = new VirtualList({
-    label: "Answers",
+    label: "Samples",
     fetchPage: (offset, after, limit) => api.get(api.run(key, "/samples"), { kind: state.kind, step: state.step, outcome: state.outcome, q: state.q, order: state.order, offset, after, limit }),
     render: (row) => [h("span", { class: "num" }, `${row.kind === "eval" ? "eval " : ""}${row.step}`), h("span", { class: "num" }, bar(row.reward), num(row.reward, 3)), h("span", { class: "num" }, row.length), h("span", {}, row.outcome), h("span", { title: row.prompt }, row.prompt), h("span", { title: row.response }, row.response)],
-    onOpen: (row) => open(row.id),
+    onOpen: (row) => { chosen = !opening; open(row.id); },
   });
   list.onLoad = (found) => {
     const searching = found.searched !== undefined;
-    status.textContent = found.total !== null ? `${num(found.total)} answers` : `${num(list.known)} found${searching ? `, ${Math.round(100 * found.searched)}% searched` : ""}`;
+    status.textContent = found.total !== null ? `${num(found.total)} samples` : `${num(list.known)} found${searching ? `, ${Math.round(100 * found.searched)}% searched` : ""}`;
     if (searching && found.after && found.rows.length < 100) resume.hidden = false; else resume.hidden = true;
   };
-  let opened = 0;
+  let opened = 0, chosen = Boolean(context.params.id), opening = false; // chosen: by the user, not by default
   async function open(id) {
     note({ id });
     opened += 1;
@@ -51,7 +51,9 @@ export async function render(main, context) {
     list.reset();
     try {
       await list.start();
-      if (!list.count) status.textContent = state.q && !list.ended ? status.textContent : "no answer fits";
+      if (list.count && !chosen) { opening = true; list.open(0); opening = false; }
+      if (!list.count) fill(pane, empty("No sample to show."));
+      if (!list.count) status.textContent = state.q && !list.ended ? status.textContent : "no sample matches";
       // Text may be far down: go on while little is found.
       while (state.q && list.total === null && list.known < 50 && list.after && !resume.stopped) {
         const found = await api.get(api.run(key, "/samples"), { kind: state.kind, step: state.step, outcome: state.outcome, q: state.q, order: state.order, after: list.after, limit: 100 });
@@ -71,12 +73,12 @@ export async function render(main, context) {
     return h("label", {}, label, box);
   };
   const step = h("input", { type: "number", min: 0, placeholder: "all", value: state.step ?? "", "aria-label": "Step", onchange: () => { state.step = step.value; again(); } });
-  const query = h("input", { type: "search", placeholder: "search prompts and answers", value: state.q ?? "", "aria-label": "Search", oninput: debounce(() => { state.q = query.value; resume.stopped = false; again(); }, 250) });
+  const query = h("input", { type: "search", placeholder: "search prompts and responses", value: state.q ?? "", "aria-label": "Search", oninput: debounce(() => { state.q = query.value; resume.stopped = false; again(); }, 250) });
   const save = () => csv(`${key}-samples`, ["step", "kind", "group", "sample", "reward", "length", "outcome", "prompt", "response"], [...list.pages.values()].flat().map((r) => [r.step, r.kind, r.group, r.sample, r.reward, r.length, r.outcome, r.prompt, r.response]));
   fill(main,
-    h("div", { class: "bar" }, pick("kind", { train: "training", eval: "evaluation", "": "both" }, "Split"), h("label", {}, "Step", step), pick("order", ORDERS, "Sort"), pick("outcome", { "": "any", trained: "trained", filtered: "filtered", failed: "failed", evaluated: "evaluated" }, "Outcome"), tip("The outcome of the group of a response: trained on, dropped by a filter (all its answers were equally good, for example), failed, or only evaluated. A group is one prompt with all its answers; its difference is how far their rewards lie apart."), query, status, resume, h("button", { class: "small", type: "button", onclick: save }, "CSV")),
-    h("div", { class: "split" }, h("div", {}, h("div", { class: "vhead", "aria-hidden": "true" }, ["step", "reward", "tokens", "outcome", "prompt", "answer"].map((name) => h("span", {}, name))), list.element), pane));
+    h("div", { class: "bar" }, pick("kind", { train: "training", eval: "evaluation", "": "both" }, "Dataset split"), h("label", {}, "Step", step), pick("order", ORDERS, "Sort"), pick("outcome", { "": "any", trained: "trained", filtered: "filtered", failed: "failed", evaluated: "evaluated" }, "Outcome"), tip("The outcome of a sample's group: trained, filtered (for example because all its rewards were equal), failed, or evaluated. A group is one prompt with all its responses; its reward spread is the highest minus the lowest reward."), query, status, resume, h("button", { class: "small", type: "button", onclick: save }, "CSV")),
+    h("div", { class: "split" }, h("div", {}, h("div", { class: "vhead", "aria-hidden": "true" }, ["step", "reward", "tokens", "outcome", "prompt", "response"].map((name) => h("span", {}, name))), list.element), pane));
   await again();
   if (context.params.id) open(context.params.id);
-  return { refresh: async () => { if (state.order === "newest" && list.element.scrollTop === 0 && list.selected < 0 && !state.q) { list.reset(); await list.start(); } } };
+  return { refresh: async () => { if (state.order === "newest" && list.element.scrollTop === 0 && !chosen && !state.q) await again(); } };
 }

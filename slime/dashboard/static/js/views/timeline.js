@@ -11,14 +11,14 @@ export const title = "Timeline";
 const ROW = 16, GAP = 8, HEAD = 22, LOWEST = 0.5; // pixels of a row where a lane has hundreds
 // Kinds of lanes, by how their names begin: what they show, and the colour of a bar (none: by its name).
 const KINDS = [
-  ["loop", "What the driver does: generate, train, push weights, save, evaluate, pause."],
-  ["episodes", "One bar for each sample while a generate function of yours works on it: turns, tools, waits.", 5],
-  ["engines", "One bar for each answer while an engine writes it; the router does not tell which one.", 0],
-  ["engine", "One bar for each answer while this engine writes it. Bars that lie below each other were written together; where there is none, the engine had nothing to do.", 0],
-  ["reward", "One bar for each answer while its reward is computed.", 4],
-  ["trainer", "A rank of the trainer: which part of the step it computes. Where there is no bar it waits for samples or weights."],
-  ["push", "A weight push by its parts: engines pause, ranks send or write, engines take it and go on."],
-  ["waits", "Who waited, and for what: point at a bar to see it. A wait inside another lane's bar is part of it.", 7],
+  ["loop", "What the driver does: generate, train, sync weights, save, evaluate, pause."],
+  ["episodes", "One bar per sample while your generate function works on it: turns, tools, waits.", 5],
+  ["engines", "One bar per response while an engine generates it; the router does not report which engine.", 0],
+  ["engine", "One bar per response while this engine generates it. Stacked bars were generated at the same time; a gap means that the engine was idle.", 0],
+  ["reward", "One bar per response while its reward is computed.", 4],
+  ["trainer", "A trainer rank: which part of the step it computes. In a gap it waits for samples or weights."],
+  ["push", "The parts of a weight sync: engines pause, ranks send or write, engines load the weights and resume."],
+  ["waits", "Who waited for what; point at a bar for details. A wait inside another lane's bar is part of it.", 7],
 ];
 const NAMES = ["generating", "training", "pushing weights", "evaluating", "saving", "paused"];
 
@@ -135,7 +135,7 @@ export async function render(main, context) {
   let found = await read(), lanes = show(main, context, key, found);
   note({ step: context.params.step });
   async function refresh() {
-    if (params.step !== undefined || (lanes && !lanes.isWhole)) return; // somebody looks at something
+    if (params.step !== undefined || (lanes && !lanes.isWhole)) return; // the user has chosen a step or zoomed in
     const newer = await read();
     if (newer.last !== found.last) { found = newer; lanes = show(main, context, key, found); }
   }
@@ -149,7 +149,7 @@ function show(main, context, key, found) {
   }
   const to = found.to, from = found.from;
   const go = (first, last) => { const a = Math.max(found.first, Math.min(first, found.last)), b = Math.max(a, Math.min(last, found.last)); location.hash = link("timeline", { runs: context.keys.join(","), step: b, from: a === b ? undefined : a }); };
-  const info = h("p", { role: "status", class: "dim" }, "Point at a bar to see what it is.");
+  const info = h("p", { role: "status", class: "dim" }, "Point at a bar for its details.");
   const pick = (span) => fill(info, h("b", {}, span.name), ` in ${span.lane}, step ${span.step}: ${duration(span.end - span.start)}, from ${duration(span.start - found.start)} on`, Object.entries(span.about).map(([name, value]) => ` · ${name} ${typeof value === "number" ? num(value) : value}`));
   const number = h("input", { type: "number", min: found.first, max: found.last, value: to, "aria-label": "Step", onchange: () => go(Number(number.value), Number(number.value)) });
   const many = h("select", { "aria-label": "Number of steps", onchange: () => go(to - Number(many.value) + 1, to) }, [1, 2, 5, 10, 25].map((n) => h("option", { value: n }, n === 1 ? "1 step" : `${n} steps`)));
@@ -159,12 +159,12 @@ function show(main, context, key, found) {
   const kinds = [...new Map(found.lanes.map((lane) => [kindOf(lane.name)[0] ?? lane.name, lane.name])).keys()];
   const button = (text, label, act, disabled) => h("button", { type: "button", class: "small", title: label, "aria-label": label, onclick: act, disabled }, text);
   fill(main,
-    h("div", { class: "bar" }, button("◀", "Step before", () => go(from - 1, from - 1), from <= found.first), h("label", {}, "Step", number), button("▶", "Next step", () => go(to + 1, to + 1), to >= found.last), many,
+    h("div", { class: "bar" }, button("◀", "Previous step", () => go(from - 1, from - 1), from <= found.first), h("label", {}, "Step", number), button("▶", "Next step", () => go(to + 1, to + 1), to >= found.last), many,
       button("+", "Zoom in", () => lanes?.zoom(0.6)), button("−", "Zoom out", () => lanes?.zoom(1.7)), button("all", "Show all", () => lanes?.key({ key: "0", preventDefault() {}, stopPropagation() {} })),
-      button("CSV", "Download as CSV", () => csv(`${key}-spans`, ["step", "lane", "name", "start", "end", "seconds"], all.map((s) => [s.step, s.lane, s.name, s.start, s.end, s.end - s.start]))), button("PNG", "Download as picture", () => lanes && png(`${key}-timeline`, lanes.canvas, `${key}, steps ${from} to ${to}`)),
+      button("CSV", "Download as CSV", () => csv(`${key}-spans`, ["step", "lane", "name", "start", "end", "seconds"], all.map((s) => [s.step, s.lane, s.name, s.start, s.end, s.end - s.start]))), button("PNG", "Download as PNG", () => lanes && png(`${key}-timeline`, lanes.canvas, `${key}, steps ${from} to ${to}`)),
       h("span", { class: "chips dim" }, kinds.map((name) => h("span", { class: "chips" }, name, tip(kindOf(name)[1]))))),
     lanes ? lanes.element : empty(`Step ${to} has no span in the record.`), info,
-    found.left_out > 0 && h("p", { class: "dim" }, `${num(found.left_out)} shorter bars are left out; look at fewer steps to see them.`),
+    found.left_out > 0 && h("p", { class: "dim" }, `${num(found.left_out)} shorter bars are hidden; select fewer steps to see them.`),
     table(found, all));
   lanes?.draw();
   return lanes;
@@ -174,7 +174,7 @@ function show(main, context, key, found) {
 function table(found, all) {
   const whole = found.end - found.start, sums = new Map();
   for (const span of all) {
-    const name = perAnswer(span.lane) ? `${span.lane}: all answers` : `${span.lane}: ${span.name.replace(/\d+/g, "…")}`;
+    const name = perAnswer(span.lane) ? `${span.lane}: all responses` : `${span.lane}: ${span.name.replace(/\d+/g, "…")}`;
     const entry = sums.get(name) || { name, count: 0, total: 0, longest: 0 };
     entry.count += 1; entry.total += span.end - span.start; entry.longest = Math.max(entry.longest, span.end - span.start);
     sums.set(name, entry);
@@ -182,8 +182,8 @@ function table(found, all) {
   const cells = (row) => [h("td", {}, row.name), [num(row.count), duration(row.total), duration(row.longest)].map((text) => h("td", { class: "num" }, text))];
   const busy = found.lanes.filter((lane) => /^(engine|trainer)/.test(lane.name));
   return h("div", { class: "grid" },
-    busy.length > 0 && h("section", { class: "panel scroll" }, h("h2", {}, "Busy and idle ", tip("How much of the time shown an engine wrote at least one answer, or a rank computed.")), h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Who"), ["Busy", "Idle", "Share"].map((name) => h("th", { class: "num" }, name)))),
+    busy.length > 0 && h("section", { class: "panel scroll" }, h("h2", {}, "Busy and idle ", tip("The share of the shown time in which an engine generated at least one response, or a rank computed.")), h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Lane"), ["Busy", "Idle", "Share"].map((name) => h("th", { class: "num" }, name)))),
       h("tbody", {}, busy.map((lane) => h("tr", {}, h("td", {}, lane.name), [duration(lane.busy), duration(Math.max(0, whole - lane.busy)), whole > 0 ? `${Math.round((100 * lane.busy) / whole)}%` : "–"].map((text) => h("td", { class: "num" }, text))))))),
-    h("section", { class: "panel scroll" }, h("h2", {}, "Where the time went"), h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "What"), ["Times", "In all", "Longest"].map((name) => h("th", { class: "num" }, name)))),
+    h("section", { class: "panel scroll" }, h("h2", {}, "Where the time went"), h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Span"), ["Count", "Total", "Longest"].map((name) => h("th", { class: "num" }, name)))),
       h("tbody", {}, [...sums.values()].sort((a, b) => b.total - a.total).slice(0, 60).map((row) => h("tr", {}, cells(row)))))));
 }
