@@ -33,7 +33,8 @@ def _watch(loop: asyncio.AbstractEventLoop) -> None:
         answered = threading.Event()
         loop.call_soon_threadsafe(answered.set)
         if not answered.wait(_SLOW_S) and threads:
-            place = _place_of(threads[0])
+            if (place := _place_of(threads[0])) is None:
+                return
             if place not in reported:
                 reported.add(place)
                 logger.warning(
@@ -45,9 +46,11 @@ def _watch(loop: asyncio.AbstractEventLoop) -> None:
         time.sleep(_LOOK_EVERY_S)
 
 
-def _place_of(thread: int) -> str:
-    """Return where a thread stands: in the user's own code, if any of that is on its stack."""
-    stack = traceback.extract_stack(sys._current_frames()[thread])[::-1]
+def _place_of(thread: int) -> str | None:
+    """Return where a thread is: in the user's own code, if any of that is on its stack. None: it has ended."""
+    if (running := sys._current_frames().get(thread)) is None:
+        return None
+    stack = traceback.extract_stack(running)[::-1]
     own = (frame for frame in stack if not any(part in frame.filename for part in _NOT_THE_USERS))
     frame = next(own, stack[0])
     return f"{frame.name} ({frame.filename}:{frame.lineno})"
