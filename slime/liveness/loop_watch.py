@@ -47,7 +47,7 @@ def _watch(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _place_of(thread: int) -> str | None:
-    """Return where a thread is: in the user's own code, if any of that is on its stack. None: it has ended."""
+    """Return where a thread is, in the user's own code if that is on its stack. None: it has ended."""
     if (running := sys._current_frames().get(thread)) is None:
         return None
     stack = traceback.extract_stack(running)[::-1]
