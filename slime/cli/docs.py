@@ -7,6 +7,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from slime import arguments
 from slime.arguments.all_flags import all_specs
 from slime.arguments.core.flag import FlagSpec
 from slime.catalog.backends import BACKENDS
@@ -25,6 +28,7 @@ from slime.catalog.vision import VISION_FAMILIES
 from slime.plugins import PLUGIN_POINTS
 
 GENERATED = "<!-- Written by `slime docs`; edit the declarations in slime/, not this page. -->"
+SINCE = Path(arguments.__file__).with_name("since.yaml")
 WIDTH = 110
 
 CATALOG: dict[str, Mapping[str, Any]] = {
@@ -121,7 +125,8 @@ def flags_page() -> str:
         "is also a key of a `--config run.yaml`, written with `-` or `_`; the command line wins. Switches "
         "have a `--no-` form. `slime train ... --print-config` shows every value of a run and where it came "
         "from. A dash means that the flag is not set, or that its value is derived. `slime train --help "
-        "WORD` prints the flags that mention a word.",
+        "WORD` prints the flags that mention a word. **Since** is the version in which the flag appeared; "
+        "a `+` marks flags that THUDM/slime has by the same name ([migrating.md](migrating.md)).",
         "## Essentials",
         "The flags that most runs set, each with an example. [scaling.md](scaling.md) has whole commands, "
         "`recipes/` whole files.",
@@ -131,26 +136,33 @@ def flags_page() -> str:
     specs = all_specs()
     for name, value in ESSENTIALS.items():
         blocks.append(_table_row(f"`{f'{specs[name].option} {value}'.strip()}`", _meaning(specs[name])))
-    groups: dict[str, list[FlagSpec]] = {}
+    since, groups = flags_since(), dict[str, list[FlagSpec]]()
     for spec in specs.values():
         groups.setdefault(spec.group, []).append(spec)
     for task, names in TASKS.items():
         blocks.append(f"## {task}")
         for group in (group for name in names for group in groups if group.startswith(name)):
-            blocks += [f"### {group}", "| flag | default | meaning |", "|---|---|---|"]
-            blocks += [row for spec in groups[group] for row in _flag_rows(spec)]
+            blocks += [f"### {group}", "| flag | default | since | meaning |", "|---|---|---|---|"]
+            blocks += [row for spec in groups[group] for row in _flag_rows(spec, since[spec.name])]
     return _page("Flags", blocks)
 
 
-def _flag_rows(spec: FlagSpec) -> Iterator[str]:
+def flags_since() -> dict[str, str]:
+    """Flag -> version in which it appeared, with a `+` if THUDM/slime has it too."""
+    versions: dict[str, list[str]] = yaml.safe_load(SINCE.read_text(encoding="utf-8"))
+    also_there = versions.pop("in THUDM/slime")
+    return {n: f"{v} +" if n in also_there else v for v, names in versions.items() for n in names}
+
+
+def _flag_rows(spec: FlagSpec, since: str) -> Iterator[str]:
     """Yield the row of a flag, and one for each of its named numbers."""
     has_default = spec.kind is not bool and spec.default not in (None, [], {})
     switch_default = "on" if spec.default and not spec.info.off else "off"
     default = f"`{spec.default}`" if has_default else switch_default if spec.kind is bool else "-"
     kind = "" if spec.kind is bool else f" {_type_text(spec)}"
-    yield _table_row(f"`{spec.option}`{kind}", default, _meaning(spec))
+    yield _table_row(f"`{spec.option}`{kind}", default, since, _meaning(spec))
     for name, row in (spec.info.rows or {}).items():
-        yield _table_row(f"`{spec.option}` {name}", f"`{row.default:g}`", _text(row.help))
+        yield _table_row(f"`{spec.option}` {name}", f"`{row.default:g}`", since, _text(row.help))
 
 
 def _table_row(*cells: str) -> str:

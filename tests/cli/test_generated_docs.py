@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ def test_every_flag_and_plug_in_has_an_entry():
     tables = pages["flags.md"].partition("\n## Essentials")[2].partition("\n## ")[2]
     assert [s.option for s in all_specs().values() if f"\n| `{s.option}`" not in tables] == []
     assert [p.option for p in PLUGIN_POINTS if f"\n- `{p.option}`, " not in pages["plugins.md"]] == []
+
+
+# Flags of released versions by version: the lists of these may shrink, and never grow.
+RELEASED = {"0.1.0": 261, "0.2.0": 38, "0.3.0": 29}
+
+
+def test_every_flag_names_the_version_in_which_it_appeared():
+    since = docs.flags_since()
+    assert set(since) == set(all_specs()), "a new flag goes into slime/arguments/since.yaml"
+    count = Counter(version.removesuffix(" +") for version in since.values())
+    grown = {v: n for v, n in count.items() if n > RELEASED.get(v, n)}
+    assert not grown, f"released already; name the coming version in slime/arguments/since.yaml: {grown}"
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert {*count} <= {*re.findall(r"^## ([\d.]+)", changelog, re.MULTILINE)}
 
 
 def test_every_group_of_flags_belongs_to_one_task():
