@@ -88,14 +88,15 @@ test-trackers: $(STAMP)
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[wandb,trackio,mlflow]"
 	$(PYTEST) tests/observability/test_trackers.py
 
-# The page in a real browser: Debian's chromium, driven by playwright from an environment of its own.
+# The dashboard and the site of the docs in a real browser: Debian's chromium, driven by playwright from an environment of its own.
 test-browser: $(STAMP) $(BROWSER_VENV)/.installed
-	$(BROWSER_VENV)/bin/python -m pytest -q -m browser --timeout 300 tests/dashboard/test_browser.py
+	$(BROWSER_VENV)/bin/python -m pytest -q -m browser --timeout 300 tests/dashboard/test_browser.py \
+	  tests/docs/test_site_browser.py
 
 $(BROWSER_VENV)/.installed:
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium fonts-dejavu-core)
 	test -x $(BROWSER_VENV)/bin/python || $(PYTHON) -m venv $(BROWSER_VENV)
-	$(BROWSER_VENV)/bin/python -m pip install -q playwright pytest pytest-timeout
+	$(BROWSER_VENV)/bin/python -m pip install -q playwright pytest pytest-timeout 'mkdocs-material>=9.5'
 	ls -d $(CURDIR)/$(VENV)/lib/python3.*/site-packages > $$(ls -d $(BROWSER_VENV)/lib/python3.*/site-packages)/slime.pth
 	touch $@
 
@@ -172,7 +173,7 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/slime docs
 
-# The site, in site/: `python -m http.server --directory site` shows it, search included, without a network.
+# The site, in site/: open site/index.html. The search works there too, and without a network.
 docs-site: docs
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

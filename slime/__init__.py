@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _FROM_API = ("Result", "distill", "dpo", "evaluate", "reward_model", "sft", "train")
 __all__ = ["Result", "Sample", "distill", "dpo", "evaluate", "reward_model", "sft", "train"]
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"
 
 moved.install()
 
