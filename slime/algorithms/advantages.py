@@ -32,13 +32,13 @@ class AdvantageInputs:
     token_rewards: Sequence[Tensor] | None = None
 
     def of_samples(self) -> TokenLists:
-        """[R_i] what each token earned where a reward holds for all tokens of a sample, or of a turn."""
+        """Return [R_i]: the reward of each token, for rewards that count for a whole sample or turn."""
         if self.token_rewards is not None:
             return [own.to(k) for own, k in zip(self.token_rewards, self.kl, strict=True)]
         return get_grpo_returns(self.rewards, self.kl)
 
     def of_actions(self, chosen: Sequence[Tensor]) -> TokenLists:
-        """Rewards of the tokens at `chosen`, where one stands on the last token of a sample, or of a turn."""
+        """Return the rewards of the tokens at `chosen`, each on the last token of its sample or turn."""
         if self.token_rewards is None:
             return _rewards_of_actions(self.rewards, self.kl, chosen, self.kl_coef)
         triples = zip(self.token_rewards, self.kl, chosen, strict=True)
@@ -46,7 +46,7 @@ class AdvantageInputs:
 
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: Sequence[Tensor]) -> TokenLists:
-    """The sample's reward on each of its tokens; `kl` only gives the shapes."""
+    """Put the sample's reward on each of its tokens; `kl` only gives the shapes."""
     if not kl:
         return []
     lengths = [len(k) for k in kl]
@@ -63,7 +63,7 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float = 0.0,
     gamma: float = 1.0,
 ) -> TokenLists:
-    """Discounted returns over the trained tokens: -kl_coef x kl each, and the sample's reward on the last.
+    """Sum discounted rewards: -kl_coef x kl on each trained token, and the sample's reward on the last.
 
     Tokens that are not trained get 0, and no discount is counted for them. The two length arguments are part
     of the public signature; full responses do not need them.
@@ -83,7 +83,7 @@ def _discounted(
 def _rewards_of_actions(
     rewards: Sequence[float] | Tensor, kl: Sequence[Tensor], chosen: Sequence[Tensor], kl_coef: float
 ) -> TokenLists:
-    """Rewards of the policy's own actions, the tokens at `chosen`: tool output is not discounted."""
+    """Return the rewards of the tokens that the policy sampled (`chosen`); tool output is not discounted."""
     token_rewards = []
     for reward, k, index in zip(rewards, kl, chosen, strict=True):
         actions = -kl_coef * k[index]
@@ -94,7 +94,7 @@ def _rewards_of_actions(
 
 
 def _at_actions(values: Sequence[Tensor], chosen: Sequence[Tensor], like: Sequence[Tensor]) -> TokenLists:
-    """[R_i] with the values at the chosen tokens and 0 elsewhere."""
+    """Return [R_i] with the values at the chosen tokens and 0 elsewhere."""
     return [
         torch.zeros_like(full).index_copy(0, index, part)
         for full, index, part in zip(like, chosen, values, strict=True)
@@ -104,7 +104,7 @@ def _at_actions(values: Sequence[Tensor], chosen: Sequence[Tensor], like: Sequen
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: Sequence[float] | Tensor, kl: Sequence[Tensor], loss_masks: Sequence[Tensor], kl_coef: float
 ) -> TokenLists:
-    """Group-centred reward minus kl_coef x kl on each token."""
+    """Subtract kl_coef x kl of each token from the group-centred reward."""
     del loss_masks
     return [float(reward) - kl_coef * k for reward, k in zip(rewards, kl, strict=True)]
 
@@ -127,7 +127,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[TokenLists, T
 
 
 def ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
-    """GAE over the trained tokens, with the reward on the last of them; tokens that are not trained get 0."""
+    """Compute GAE over the trained tokens, with the reward on the last one; other tokens get 0."""
     assert inputs.values is not None, "ppo needs the critic's values"
     chosen = [mask.nonzero().squeeze(1) for mask in inputs.loss_masks]
     rewards = inputs.of_actions(chosen)
@@ -139,12 +139,12 @@ def ppo(inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
 
 
 def compute_advantages(estimator: str, inputs: AdvantageInputs) -> tuple[TokenLists, TokenLists]:
-    """Per-sample lists of advantages and returns, by the row of that name."""
+    """Run the estimator with that catalog name; return per-sample lists of advantages and returns."""
     return load_function(ESTIMATORS[estimator].function)(inputs)
 
 
 def masked_moments(values: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-    """[3] float64: sum, sum of squares and count over the masked tokens. Sums of several ranks simply add."""
+    """Return [3] float64: sum, sum of squares and count of the masked tokens. Ranks add theirs up."""
     total = torch.zeros(3, dtype=torch.float64)
     for value, mask in zip(values, masks, strict=True):
         value, mask = value.double().cpu(), mask.double().cpu()
@@ -155,7 +155,7 @@ def masked_moments(values: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
 def whiten(values: Sequence[Tensor], moments: Tensor) -> TokenLists:
     """Shift and scale to mean 0 and variance 1 given the (global) `masked_moments`, with Bessel's correction.
 
-    Where no token trains there is nothing to scale by: zeros, which nothing reads.
+    Without any trained token the result is all zeros, which nothing reads.
     """
     total, squares, count = moments.tolist()
     if count == 0:

@@ -16,7 +16,7 @@ _SINK_COLUMNS = 8  # kernels want the width of a head to be a multiple of it
 class Variant:
     """Properties of a layer's attention besides the causal mask."""
 
-    window: int | None = None  # tokens that a token sees, itself included; None: all before it
+    window: int | None = None  # tokens that a token sees, itself included; None: all earlier tokens
     chunk: int | None = None  # tokens of the pieces of a document that do not see each other; None: no pieces
     softcap: float | None = None  # scores become cap x tanh(score / cap)
     sinks: Tensor | None = None  # [H] score of a further key whose value is zero
@@ -43,7 +43,7 @@ def variant_of(module: nn.Module, mask: Any, options: Mapping[str, Any]) -> Vari
         window = config.sliding_window
     chunk = config.attention_chunk_size if kind == "chunked_attention" else None
     if mask is not None or options.get("position_bias") is not None or options.get("is_causal") is False:
-        raise ValueError(f"{type(module).__name__} has a mask of its own, which is not known here.")
+        raise ValueError(f"{type(module).__name__} uses an attention mask that slime does not support.")
     if window is None and chunk is None and sinks is None and options.get("softcap") is None:
         return PLAIN
     return Variant(window, chunk, options.get("softcap"), sinks)
@@ -52,7 +52,7 @@ def variant_of(module: nn.Module, mask: Any, options: Mapping[str, Any]) -> Vari
 def note_kinds(layer: nn.Module) -> None:
     """Store the kind of a layer's attention on its modules, before they are compiled.
 
-    What is compiled for one layer then serves all layers of its kind, whatever its index.
+    Code compiled for one layer then serves all layers of that kind.
     """
     for module in layer.modules():
         if hasattr(module, "config"):
@@ -69,7 +69,7 @@ def _kind_of(module: nn.Module) -> str:
 
 
 def sees(queries: int, keys: int, variant: Variant, device: torch.device) -> Tensor:
-    """[queries, keys] which key each query sees: queries are the last tokens of a document of `keys`."""
+    """Return [queries, keys]: which keys each query sees; queries are the last of `keys` tokens."""
     column = torch.arange(keys, device=device)
     row = column[keys - queries :, None]
     seen = column <= row
@@ -83,7 +83,7 @@ def sees(queries: int, keys: int, variant: Variant, device: torch.device) -> Ten
 def attend_to_prefix(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant
 ) -> Tensor:
-    """The last tokens of documents attend to them: query [B, C, H, D], key and value [B, S, G, D], S >= C."""
+    """Compute the last tokens of documents: query [B, C, H, D], key and value [B, S, G, D], S >= C."""
     seen = sees(query.shape[1], key.shape[1], variant, query.device)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     repeat = query.shape[1] // key.shape[1]
@@ -100,7 +100,7 @@ def masked_attention(
         return _capped(query, key, value, seen, scale, variant)
     if variant.sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
-    # A further key that every query sees. Its score is the sink's: one column of the queries is 1 for that.
+    # The sink is an extra key that every query sees; a query column of 1 gives it the sink's score.
     batch, width = key.shape[0], key.shape[-1]
     one = F.pad(query.new_ones(1), (0, _SINK_COLUMNS - 1)).expand(*query.shape[:-1], -1)
     sink = F.pad((variant.sinks / scale).to(key.dtype)[None, :, None, None], (width, _SINK_COLUMNS - 1))

@@ -11,14 +11,14 @@ MAX_CHUNK_ELEMENTS = 1 << 25
 
 
 def sampled_reverse_kl(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Tensor]:
-    """[R_i] per sample: log-prob of student minus teacher, whose mean is KL(student || teacher)."""
+    """Return [R_i] per sample: log-prob of student minus teacher, whose mean is KL(student || teacher)."""
     return [own - theirs for own, theirs in zip(student, teacher, strict=True)]
 
 
 def subtract_reverse_kl(
     advantages: Sequence[Tensor], reverse_kl: Sequence[Tensor], coef: float
 ) -> list[Tensor]:
-    """Advantages [R_i] that push each token towards the teacher: A - coef x (student - teacher)."""
+    """Move advantages [R_i] towards the teacher: A - coef x (student - teacher)."""
     return [advantage - coef * kl for advantage, kl in zip(advantages, reverse_kl, strict=True)]
 
 

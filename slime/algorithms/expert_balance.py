@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def load_metrics(counts: Tensor) -> dict[str, float]:
-    """The busiest expert over the mean, and the idle share, from counts [layers, experts] over all ranks."""
+    """Return busiest expert / mean, and the idle share, from counts [layers, experts] of all ranks."""
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1.0) * counts.shape[1]
     return {
         "moe_load_max_over_mean": share.max(-1).values.mean().item(),

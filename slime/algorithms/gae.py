@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T] by the textbook recursion; the value after the last token is 0."""
+    """Return advantages and returns [B, T] by the textbook recursion; the value after the last token is 0."""
     result = torch.zeros_like(rewards)
     last = next_value = torch.zeros(len(rewards), dtype=rewards.dtype, device=rewards.device)
     for t in reversed(range(rewards.shape[1])):
@@ -18,7 +18,7 @@ def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> 
 
 
 def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int = 128) -> Tensor:
-    """Reverse discounted cumulative sums [B, T]: G_t = r_t + discount x G_{t+1}.
+    """Return discounted sums from the end [B, T]: G_t = r_t + discount x G_{t+1}.
 
     Within a chunk all sums are one product with a triangular matrix; the carry between chunks is sequential.
     """
@@ -43,7 +43,7 @@ def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int
 def chunked_gae(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float, chunk_size: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """`vanilla_gae` by chunks: advantages are discounted returns of the one-step errors."""
+    """Compute `vanilla_gae` in chunks: advantages are discounted returns of the one-step errors."""
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     deltas = rewards + gamma * next_values - values
     advantages = chunked_discounted_returns(deltas, gamma * lambd, chunk_size)
@@ -59,7 +59,7 @@ def get_advantages_and_returns_batch(
     lambd: float,
     chunked: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """GAE of ragged responses: padded with zeros on the right, which is exact, and cut back to [R_i]."""
+    """Compute GAE of ragged responses: padded on the right (which changes nothing), then trimmed to [R_i]."""
     del total_lengths
     if not response_lengths:
         return [], []

@@ -27,7 +27,7 @@ def compute_approx_kl(
     elif kl_loss_type == "k2":
         kl = delta.square() / 2
     elif kl_loss_type in ("k3", "low_var_kl"):
-        # Bounded as a whole: with only the exponential bounded, the rest would push a runaway token away.
+        # The whole term is bounded: if only exp were, the linear term would push a runaway token further.
         delta = bound_log_ratio(delta)
         kl = torch.exp(-delta) - 1 + delta
     else:

@@ -76,7 +76,7 @@ def row_statistics(
     chosen: Tensor,
     entropy: Tensor | None,
 ) -> None:
-    """Fills log-sum-exp, target's log-prob and (if given) entropy, [rows] fp32, from logits [rows, V]."""
+    """Write log-sum-exp, target log-prob and (if given) entropy, each [rows] fp32, of logits [rows, V]."""
     rows, columns = logits.shape
     _row_statistics[(rows,)](
         logits, targets, log_sums, chosen, chosen if entropy is None else entropy, logits.stride(0),
@@ -95,7 +95,7 @@ def logit_gradient_(
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Overwrites logits [rows, columns], from vocabulary entry `first` on, by their gradient."""
+    """Overwrite logits [rows, columns], which start at vocabulary entry `first`, with their gradient."""
     rows, columns = logits.shape
     block = _block(columns)
     unused = grad_chosen

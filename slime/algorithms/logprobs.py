@@ -20,7 +20,7 @@ from slime.algorithms.nucleus import Nucleus
 # Elements of one block of logits: 128 Mi x 2 bytes = 256 MiB in bf16, and half as many in fp32.
 MAX_CHUNK_ELEMENTS = 1 << 26
 _FUSED_ELEMENTS = 1 << 27
-_CACHED_ELEMENTS = 1 << 20  # of a block that a CPU goes over several times
+_CACHED_ELEMENTS = 1 << 20  # size of a block that stays in a CPU's cache
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,7 +28,7 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _block_size(count: int, other: int, chunk_size: int, fused: bool) -> int:
-    """Return the rows (or columns) per block, for logits of `count` rows (columns) by `other`."""
+    """Return the rows (or columns) of a block, for logits of `count` rows (columns) by `other`."""
     if chunk_size > 0:
         return min(count, chunk_size)
     size = max(1, min(count, (_FUSED_ELEMENTS if fused else MAX_CHUNK_ELEMENTS) // max(other, 1)))
@@ -38,7 +38,7 @@ def _block_size(count: int, other: int, chunk_size: int, fused: bool) -> int:
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    """The Triton kernels, or None on a machine without Triton."""
+    """Return the Triton kernels, or None on a machine without Triton."""
     try:
         # Triton exists only where torch was built for an accelerator.
         from slime.algorithms import logprob_kernels
@@ -75,7 +75,7 @@ def _statistics(
 
 
 def _cached_rows(logits: Tensor) -> list[slice]:
-    """Rows that stay in a CPU's cache while several operations pass over them; elsewhere all of them."""
+    """Return the rows that stay in a CPU's cache over several operations; on other devices all of them."""
     size = max(1, _CACHED_ELEMENTS // max(1, logits.shape[1])) if logits.device.type == "cpu" else len(logits)
     return [slice(first, first + size) for first in range(0, len(logits), size)]
 
@@ -124,7 +124,7 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b with `total` in fp32 (fp64), in place where possible."""
+    """Return total + a @ b with `total` in fp32 (fp64), in place where possible."""
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
     if _adds_in_fp32(a.device, a.dtype):
@@ -167,7 +167,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             statistics(logits, targets[rows], temperature, *outputs)
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.temperature, ctx.chunk_size, ctx.nucleus, ctx.softcap = temperature, chunk_size, nucleus, softcap
-        ctx.kept = kept  # not among the saved tensors: backward writes into it and lets it go
+        ctx.kept = kept  # not a saved tensor: backward overwrites and releases it
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -228,19 +228,19 @@ def chunked_log_probs(
 
     `hidden` is [T, H], `weight` [V, H]. Results are fp32 (fp64 for fp64 inputs) and differentiable in both.
     `chunk_size` counts tokens; -1 picks it so that one block of logits stays within 256 MiB. Logits that fit
-    into `memory_gib` are kept for the backward pass. `nucleus`: of T rows, over whose ids each softmax goes;
-    None: over all. `softcap`: logits are capped by it before they are divided by the temperature.
+    into `memory_gib` are kept for the backward pass. `nucleus`: the ids of each softmax, for T rows; None:
+    all ids. `softcap`: logits are capped by it before they are divided by the temperature.
     """
     if hidden.shape[0] == 0:
         # Keeps the graph connected: a rank without tokens still has to take part in the gradient reduction.
         zero = hidden.sum(-1).to(_compute_dtype(hidden.dtype)) + 0.0 * weight[0, 0]
         return zero, zero if with_entropy else None
     size = hidden.shape[0] * weight.shape[0]
-    # On a CPU backward needs room for a block anyway: what is one block is kept from forward.
+    # On a CPU, backward needs memory for one block anyway, so a single block is kept from forward.
     is_block = not hidden.is_cuda and chunk_size <= 0 and size <= MAX_CHUNK_ELEMENTS
     keep = (
         (is_block or size * hidden.element_size() <= memory_gib * 2**30)
-        and softcap is None  # its slope would have to be kept beside them
+        and softcap is None  # its slope would have to be kept, too
         and torch.is_grad_enabled()
         and (hidden.requires_grad or weight.requires_grad)
     )

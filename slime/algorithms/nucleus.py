@@ -23,11 +23,11 @@ class Nucleus:
 
     ids: Tensor  # [N] int32, row after row
     row_of: Tensor  # [N] int32
-    offsets: Tensor  # [R + 1] int64, always on the CPU: rows are cut out without waiting for a device
+    offsets: Tensor  # [R + 1] int64, always on the CPU: selecting rows never waits for a device
 
     @classmethod
     def of(cls, ids: Sequence[Tensor], offsets: Sequence[Tensor]) -> "Nucleus":
-        """Samples behind each other; of each its ids [N_i] and the bounds [R_i + 1] of its rows in them."""
+        """Concatenate samples: for each its ids [N_i] and the bounds [R_i + 1] of its rows in them."""
         counts = torch.cat([bounds.long().diff() for bounds in offsets])
         return cls._from_counts(torch.cat(list(ids)).int(), counts)
 
@@ -38,13 +38,13 @@ class Nucleus:
         return cls(ids, rows.to(ids.device), offsets)
 
     def rows(self, start: int, stop: int) -> "Nucleus":
-        """Rows `start <= r < stop`."""
+        """Return the rows `start <= r < stop`."""
         bounds = self.offsets[start : stop + 1]
         part = slice(int(bounds[0]), int(bounds[-1]))
         return Nucleus(self.ids[part], self.row_of[part] - start, bounds - bounds[0])
 
     def select(self, places: Tensor) -> "Nucleus":
-        """The rows at `places`, in that order."""
+        """Return the rows at `places`, in that order."""
         places = places.cpu()
         starts, counts = self.offsets[places], self.offsets.diff()[places]
         before = counts.cumsum(0) - counts
@@ -56,13 +56,13 @@ class Nucleus:
         return Nucleus(ids, row_of, self.offsets)
 
     def cut_(self, logits: Tensor, targets: Tensor, first: int = 0) -> Tensor:
-        """Makes all but the rows' ids and `targets` [R] impossible in logits [R, columns] from id `first`."""
+        """Mask logits [R, columns], which start at id `first`: all but each row's ids and `targets` [R]."""
         rows, columns = logits.shape
         keep = torch.zeros(rows * columns + 1, dtype=torch.bool, device=logits.device)
         every = torch.arange(rows, device=logits.device)
         for row, token in ((self.row_of.long(), self.ids.long()), (every, targets)):
             inside = (token >= first) & (token < first + columns)
-            # What stands outside of these columns goes to the entry behind them: no size depends on the data.
+            # Ids outside these columns are written to one extra column, so that no size depends on the data.
             keep.index_fill_(0, torch.where(inside, row * columns + token - first, rows * columns), True)
         is_cut = torch.zeros_like(every, dtype=torch.bool).index_fill_(0, self.row_of.long(), True)
         keep = keep[:-1].view(rows, columns).logical_or_(~is_cut[:, None])

@@ -36,7 +36,7 @@ class Correction:
 
 
 def importance_ratios(log_ratio: Tensor, layout: TokenLayout, level: str) -> Tensor:
-    """[R] ratio of proximal to behaviour policy: of the token, or of its sample (product, geometric mean)."""
+    """Return [R]: proximal / behaviour policy, of a token or its sample (product, geometric mean)."""
     log_ratio = log_ratio.detach()
     if level == "sequence":
         masked = torch.where(layout.mask != 0, log_ratio, torch.zeros_like(log_ratio))
@@ -49,7 +49,7 @@ def importance_ratios(log_ratio: Tensor, layout: TokenLayout, level: str) -> Ten
 
 
 def mask_outside(ratio: Tensor, low: float, high: float) -> Tensor:
-    """The ratio inside [low, high] and 0 outside (IcePop at token level)."""
+    """Return the ratio inside [low, high] and 0 outside (IcePop at token level)."""
     return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
 
 
@@ -63,7 +63,7 @@ WEIGHT_MODES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 def importance_weights(
     log_ratio: Tensor, layout: TokenLayout, *, level: str, mode: str, low: float, high: float
 ) -> Correction:
-    """Truncated importance sampling (TIS) and its relatives: of a level and a mode of WEIGHT_MODES."""
+    """Truncated importance sampling (TIS) and its variants, for one level and one mode of WEIGHT_MODES."""
     ratio = importance_ratios(log_ratio, layout, level)
     weights = WEIGHT_MODES[mode](ratio, low, high)
     return Correction(weights, torch.ones_like(weights), _weight_metrics(weights, ratio))

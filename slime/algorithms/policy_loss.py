@@ -23,7 +23,7 @@ class PolicyInputs:
     """Inputs of a policy loss: the S samples and R response tokens of a micro-batch."""
 
     log_probs: Tensor  # [R] of the current policy, with gradient
-    old_log_probs: Tensor  # [R] of the policy that ratios are taken against
+    old_log_probs: Tensor  # [R] of the policy in the ratio's denominator
     advantages: Tensor  # [R]
     mask: Tensor  # [R] 0/1
     segments: Tensor  # [R] which sample a token belongs to
@@ -116,7 +116,7 @@ def sapo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 
 
 def gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
-    """The geometric mean of a sample's token ratios, each clipped where the advantage pushes it to."""
+    """Weight by the geometric mean of token ratios, each clipped in the direction of the advantage."""
     log_ratio = x.log_probs - x.old_log_probs
     rising = torch.minimum(log_ratio, torch.full_like(log_ratio, o.eps_clip_high))
     falling = torch.maximum(log_ratio, torch.full_like(log_ratio, -o.eps_clip))
@@ -126,7 +126,7 @@ def gmpo(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 
 
 def _divergence_mask(x: PolicyInputs, divergence: Tensor, delta: float) -> PolicyTerms:
-    """No clip: a token gives no gradient once its probability moved far and the step moves it farther."""
+    """Return 0 for tokens whose probability moved far and would move farther; nothing is clipped."""
     ppo_kl = x.old_log_probs - x.log_probs
     ratio = exp_ratio(-ppo_kl)
     away = ((x.advantages > 0) & (ratio > 1)) | ((x.advantages < 0) & (ratio < 1))
@@ -136,13 +136,13 @@ def _divergence_mask(x: PolicyInputs, divergence: Tensor, delta: float) -> Polic
 
 
 def dppo_tv(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
-    """The divergence is the total variation between "this token" and "another": |p_old - p_new|."""
+    """Mask by total variation between "this token" and "another": |p_old - p_new|."""
     old, new = x.old_log_probs.detach().exp(), x.log_probs.detach().exp()
     return _divergence_mask(x, (old - new).abs(), o.dppo_delta)
 
 
 def dppo_kl(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
-    """The divergence is KL(old || new) between "this token" and "another"."""
+    """Mask by KL(old || new) between "this token" and "another"."""
     tiny = torch.finfo(x.old_log_probs.dtype).eps
     old, new = (p.detach().exp().clamp(tiny, 1 - tiny) for p in (x.old_log_probs, x.log_probs))
     kl = old * torch.log(old / new) + (1 - old) * torch.log((1 - old) / (1 - new))
@@ -150,7 +150,7 @@ def dppo_kl(x: PolicyInputs, o: PolicyOptions) -> PolicyTerms:
 
 
 def compute_policy_terms(name: str, inputs: PolicyInputs, options: PolicyOptions) -> PolicyTerms:
-    """The loss terms of the policy loss that the catalog has under that name."""
+    """Return the loss terms of the policy loss with that catalog name."""
     return load_function(POLICY_LOSSES[name].function)(inputs, options)
 
 

@@ -11,9 +11,9 @@ def compute_dpo_loss(
     ref_rejected: Tensor,
     beta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss [P] and both answers' implicit rewards [P], from summed log-probs [P] of policy and reference.
+    """Return loss [P] and both implicit rewards [P], from summed log-probs [P] of policy and reference.
 
-    An answer's implicit reward is beta x (log pi - log pi_ref); the loss is -log sigmoid of their difference.
+    An implicit reward is beta x (log pi - log pi_ref); the loss is -log sigmoid of their difference.
     """
     chosen_rewards = beta * (chosen - ref_chosen)
     rejected_rewards = beta * (rejected - ref_rejected)

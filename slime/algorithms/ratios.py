@@ -15,10 +15,10 @@ def bound_log_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """exp of the bounded log-ratio."""
+    """Return exp of the bounded log-ratio."""
     return torch.exp(bound_log_ratio(log_ratio))
 
 
 def beyond_bound(log_ratio: Tensor) -> Tensor:
-    """1 where the bound decided, else 0."""
+    """Return 1 where the bound took effect, else 0."""
     return (log_ratio.abs() > LOG_RATIO_LIMIT).to(log_ratio.dtype)

@@ -22,7 +22,7 @@ def reduction_weights(
     *,
     constant: int | None = None,
 ) -> Tensor:
-    """Weight of each flat token under a row of REDUCTIONS, whose count divides the sum of all.
+    """Return each flat token's weight in a reduction (a row of REDUCTIONS).
 
     `rollout_mask_sums` [S] holds, per sample, the mask total over all samples of the same rollout.
     """
@@ -40,17 +40,17 @@ def reduction_weights(
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Sum of values x weights, where a token of weight 0 contributes 0 whatever its value (even NaN)."""
+    """Sum values x weights; a token of weight 0 contributes 0 whatever its value (even NaN)."""
     return torch.where(weights != 0, values * weights, torch.zeros_like(values)).sum()
 
 
 def segment_sum(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """[S] sums of the flat values of each sample."""
+    """Return [S] sums of the flat values of each sample."""
     return values.new_zeros(num_segments).index_add(0, segments, values)
 
 
 def segment_mean(values: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """[S] masked means of the flat values of each sample; a sample with an empty mask has mean 0."""
+    """Return [S] masked means of the flat values of each sample; 0 for a sample with an empty mask."""
     mask = mask.to(values.dtype)
     totals = segment_sum(
         torch.where(mask != 0, values * mask, torch.zeros_like(values)), segments, num_segments

@@ -23,7 +23,7 @@ def get_responses(
     apply_temperature: bool = True,
     **kwargs: Any,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield of each sample the logits [R, V] that predict its response, and the response's tokens [R].
+    """Yield for each sample the logits [R, V] that predict its response, and its response tokens [R].
 
     `logits` [1, T, V] hold the samples one after another; they are divided by --rollout-temperature.
     """
@@ -32,7 +32,7 @@ def get_responses(
         raise ValueError(f"get_responses: logits have the shape {tuple(logits.shape)}, expected [1, T, V].")
     if sum(total_lengths) > logits.shape[1]:
         raise ValueError(
-            f"get_responses: samples of {sum(total_lengths)} tokens, but logits of {logits.shape[1]}."
+            f"get_responses: the samples have {sum(total_lengths)} tokens, but the logits {logits.shape[1]}."
         )
     rows = logits[0]
     if apply_temperature and args.rollout_temperature != 1.0:
@@ -90,7 +90,7 @@ def get_rollout_top_p_logprob_kwargs(args: Any, batch: Mapping[str, Any]) -> dic
 
 
 def _kept(rows: Tensor, ids: Any, offsets: Any) -> Tensor:
-    """[R, V]: whether a row's token may have been each id; a row without ids may be any."""
+    """Return [R, V]: the ids that each row's token could be; all of them for a row without recorded ids."""
     ids, bounds = torch.as_tensor(ids).long().cpu(), torch.as_tensor(offsets).long().cpu()
     counts = bounds.diff()
     keep = torch.zeros(rows.shape, dtype=torch.bool)

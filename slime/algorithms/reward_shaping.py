@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 STD_EPSILON = 1e-6
-# In Sample.metadata: the reward of the greedy answer to the sample's prompt.
+# Key of Sample.metadata: the reward of the greedy response to the sample's prompt.
 GREEDY_REWARD_KEY = "greedy_reward"
 
 
@@ -33,36 +33,36 @@ class GroupRollouts:
 
     @property
     def std(self) -> float:
-        """Unbiased; 0 for one rollout."""
+        """Unbiased standard deviation; 0 for one rollout."""
         mean, others = self.mean, max(len(self.rewards) - 1, 1)
         return math.sqrt(math.fsum((reward - mean) ** 2 for reward in self.rewards) / others)
 
 
-# Per rollout of a group: what is subtracted from its reward and what the difference is divided by.
+# (baseline, scale) for each rollout of a group: its advantage is (reward - baseline) / scale.
 Baselines = list[tuple[float, float]]
 
 
 def mean_baseline(group: GroupRollouts) -> Baselines:
-    """Rewards are compared with the mean of their group."""
+    """Compare rewards with the mean of their group."""
     return [(group.mean, 1.0)] * len(group.rewards)
 
 
 def mean_std_baseline(group: GroupRollouts) -> Baselines:
-    """The group's mean, in units of its standard deviation."""
+    """Compare with the group's mean, in units of its standard deviation."""
     spread = max(group.rewards) - min(group.rewards)
-    # Equal rollouts may hold siblings of unequal reward: divided by epsilon these would dwarf all others.
+    # Rollouts of equal mean may have siblings of unequal reward; divided by epsilon, these would dominate.
     equal = spread <= 1e-12 * max(1.0, *map(abs, group.rewards))
     return [(group.mean, 1.0 if equal else group.std + STD_EPSILON)] * len(group.rewards)
 
 
 def leave_one_out_baseline(group: GroupRollouts) -> Baselines:
-    """The mean of the other rollouts: independent of the rollout it judges, hence unbiased."""
+    """Compare with the mean of the other rollouts, which is independent of this one, hence unbiased."""
     total, others = math.fsum(group.rewards), len(group.rewards) - 1
     return [((total - reward) / others if others else reward, 1.0) for reward in group.rewards]
 
 
 def length_weighted_baseline(group: GroupRollouts) -> Baselines:
-    """The length-weighted mean: optimal where the squared gradient of a response grows with its length."""
+    """Compare with the length-weighted mean: optimal if the squared gradient grows with response length."""
     weight = math.fsum(group.lengths)
     if weight == 0:
         return mean_baseline(group)
@@ -71,7 +71,7 @@ def length_weighted_baseline(group: GroupRollouts) -> Baselines:
 
 
 def success_rate_baseline(group: GroupRollouts) -> Baselines:
-    """The group's mean, in units of itself: the gradient of the log success rate; 0 where none succeeded."""
+    """Compare with the group's mean, in units of that mean: the gradient of the log success rate."""
     if min(group.rewards) < 0:
         raise ValueError(
             f"a reward of {min(group.rewards)}: --advantage-estimator maxrl divides by the mean reward, so "
@@ -81,10 +81,10 @@ def success_rate_baseline(group: GroupRollouts) -> Baselines:
 
 
 def greedy_baseline(group: GroupRollouts) -> Baselines:
-    """The reward of the greedy answer to the same prompt."""
+    """Compare with the reward of the greedy response to the same prompt."""
     if group.greedy_reward is None:
         raise ValueError(
-            "--advantage-estimator remax compares with the greedy answer, but the samples carry no "
+            "--advantage-estimator remax compares with the greedy response, but the samples have no "
             "metadata['greedy_reward']: use the default rollout function, or set it in your own."
         )
     return [(group.greedy_reward, 1.0)] * len(group.rewards)
@@ -111,7 +111,7 @@ def subtract_baselines(
 ) -> list[float]:
     """(reward - baseline) / scale of each sample, by a row of BASELINES over the sample's group.
 
-    A group of one rollout has nothing to be compared with, except the greedy answer: its samples get 0.
+    A group of one rollout has nothing to be compared with, except the greedy response: its samples get 0.
     """
     compute = BASELINES[baseline]
     members: dict[int, list[int]] = defaultdict(list)
@@ -136,7 +136,7 @@ def subtract_baselines(
 
 
 def combine_rewards(components: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Weighted sum of the named components; components without a weight only inform."""
+    """Return the weighted sum of the named components; components without a weight are only logged."""
     missing = [name for name in weights if name not in components]
     if missing:
         raise ValueError(

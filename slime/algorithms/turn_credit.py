@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 Turn = tuple[int, int, float]  # start and end in the response, and the reward
-Compare = Callable[[list[float]], list[float]]  # one number per sample -> the same, less its baseline
+Compare = Callable[[list[float]], list[float]]  # numbers of the samples -> the same minus their baselines
 
 
 def whole_turns(turns: Sequence[Turn] | None, response_length: int, reward: float) -> list[Turn]:
-    """The turns of a sample such that their rewards add up to `reward`: what is missing is on the last.
+    """Return the turns of a sample, with the last turn's reward raised so that they add up to `reward`.
 
     A sample without turns is one turn.
     """
@@ -29,13 +29,13 @@ def whole_turns(turns: Sequence[Turn] | None, response_length: int, reward: floa
 
 
 def turn_returns(rewards: Sequence[float], discount: float) -> list[float]:
-    """G_k of each turn. Example: rewards [0, 1, 4] at discount 0.5 give [1.5, 3, 4]."""
+    """Return G_k of each turn. Example: rewards [0, 1, 4] at discount 0.5 give [1.5, 3, 4]."""
     returns = itertools.accumulate(reversed(rewards), lambda following, own: own + discount * following)
     return [*returns][::-1]
 
 
 def compared_returns(turns: Sequence[Sequence[Turn]], discount: float, compare: Compare) -> list[list[float]]:
-    """Per sample and turn: its return less the baseline of that turn, by `compare`."""
+    """Return for each sample and turn its return minus the baseline of that turn, by `compare`."""
     returns = [turn_returns([reward for _, _, reward in own], discount) for own in turns]
     result: list[list[float]] = [[] for _ in turns]
     for k in range(max(map(len, returns), default=0)):
@@ -47,7 +47,7 @@ def compared_returns(turns: Sequence[Sequence[Turn]], discount: float, compare: 
 
 
 def on_all_tokens(turns: Sequence[Turn], values: Sequence[float], response_length: int) -> Tensor:
-    """[R] the value of its turn on each token; 0 between turns, where nothing is trained."""
+    """Return [R]: each token gets the value of its turn; untrained tokens between turns get 0."""
     tokens = torch.zeros(response_length)
     for (start, end, _), value in zip(turns, values, strict=True):
         tokens[start:end] = value
@@ -55,8 +55,8 @@ def on_all_tokens(turns: Sequence[Turn], values: Sequence[float], response_lengt
 
 
 def on_last_tokens(turns: Sequence[Turn], loss_mask: Tensor) -> Tensor:
-    """[R] the reward of a turn on its last trained token; one of a turn that trains nothing is on the last
-    trained token before it, else on the first after it.
+    """Put each turn's reward on its last trained token [R]; if a turn has none, on the nearest one before it,
+    else the first after it.
     """
     tokens = torch.zeros(len(loss_mask))
     trained = loss_mask.nonzero().squeeze(1)

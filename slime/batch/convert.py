@@ -21,7 +21,7 @@ from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import RolloutBatch, Sample, TokenKey, flatten_samples, version_number
 
-# In Sample.metadata: which part an agent played, where several take part in one rollout.
+# Key of Sample.metadata: the role of an agent, if several take part in one rollout.
 ROLE_KEY = "agent_role"
 _DTYPES = {
     "tokens": torch.int64,
@@ -55,7 +55,7 @@ def samples_to_batch(
         if replays_nucleus(args) and "rollout_top_p_token_ids" not in batch:
             raise ValueError(
                 f"{source} returned no rollout_top_p_token_ids and rollout_top_p_token_offsets, which "
-                "--rollout-top-p and --rollout-top-k need: pass on those of the samples, or accept "
+                "--rollout-top-p and --rollout-top-k need: copy them from the samples, or accept "
                 "log-probs of another distribution with --allow-sampling-mismatch."
             )
     else:
@@ -70,7 +70,7 @@ def samples_to_batch(
 
 
 def fill_rollout_ids(samples: Sequence[Sample]) -> list[int]:
-    """Each sample's rollout id; a sample without one stands alone and gets an unused number."""
+    """Return each sample's rollout id; a sample without one gets an unused number for itself alone."""
     unused = itertools.count(max((s.rollout_id for s in samples if s.rollout_id is not None), default=-1) + 1)
     return [next(unused) if s.rollout_id is None else s.rollout_id for s in samples]
 
@@ -78,7 +78,7 @@ def fill_rollout_ids(samples: Sequence[Sample]) -> list[int]:
 def post_process_rewards(
     args: Flags, samples: Sequence[Sample], rollout_ids: Sequence[int]
 ) -> tuple[list[Any], list[float]]:
-    """(raw rewards, rewards that become advantages): by the custom hook, or shaped and minus a baseline."""
+    """Return (raw rewards, rewards that become advantages): by the custom hook, or shaped and centred."""
     if args.custom_reward_post_process_path:
         return _custom_rewards(args.custom_reward_post_process_path, args, samples)
     raw = [_raw_reward(args, sample) for sample in samples]
@@ -88,7 +88,7 @@ def post_process_rewards(
 
 
 def _shaped(args: Flags, samples: Sequence[Sample], raw: Sequence[float]) -> list[float]:
-    """Raw rewards with the penalty for overlong responses."""
+    """Return the raw rewards with the penalty for overlong responses."""
     longest, buffer = args.rollout_max_response_len, args.overlong_buffer_len
     if buffer is None:
         return list(raw)
@@ -100,7 +100,7 @@ def _shaped(args: Flags, samples: Sequence[Sample], raw: Sequence[float]) -> lis
 def compare_in_groups(
     args: Flags, rewards: Sequence[float], samples: Sequence[Sample], rollout_ids: Sequence[int]
 ) -> list[float]:
-    """One number per sample, less the baseline of its group if the estimator compares at all.
+    """Return one number per sample: its reward, minus its group's baseline if the estimator has one.
 
     Samples of one rollout that played different roles (metadata["agent_role"]: the two sides of a game, a
     solver and its critic) are compared only with samples of the same role.
@@ -133,7 +133,7 @@ def compare_in_groups(
 def _token_rewards(
     args: Flags, samples: Sequence[Sample], raw: Sequence[float], rollout_ids: Sequence[int]
 ) -> list[torch.Tensor] | None:
-    """--turn-discount: what each token earns by the turn it is in; None: by the whole sample alone."""
+    """Return the reward of each token, from its turn (--turn-discount); None: rewards are per sample."""
     if args.turn_discount is None or all(sample.turn_rewards is None for sample in samples):
         return None
     shaped = zip(samples, _shaped(args, samples, raw), strict=True)
@@ -160,7 +160,7 @@ def _check_turns(samples: Sequence[Sample], turns: Sequence[Sequence[Turn]]) -> 
             covered[start:end] += 1
         if ((covered != 1) & (_loss_mask(sample) != 0)).any():
             raise ValueError(
-                f"turn_rewards of sample {sample.index}: each trained token belongs to exactly one turn; its "
+                f"turn_rewards of sample {sample.index}: each trained token must be in one turn; its "
                 f"turns are {[(start, end) for start, end, _ in own][:8]}."
             )
 
@@ -175,7 +175,7 @@ def _custom_rewards(path: str, args: Flags, samples: Sequence[Sample]) -> tuple[
         raw, rewards = list(made[0]), [float(reward) for reward in made[1]]
     if not len(raw) == len(rewards) == len(samples):
         complaint = (
-            f"returned {len(raw)} raw rewards and {len(rewards)} rewards; return one of each a sample."
+            f"returned {len(raw)} raw rewards and {len(rewards)} rewards; return one of each per sample."
         )
         wrong_return(option, path, complaint, subject)
     return raw, rewards
@@ -183,7 +183,7 @@ def _custom_rewards(path: str, args: Flags, samples: Sequence[Sample]) -> tuple[
 
 def _raw_reward(args: Flags, sample: Sample) -> float:
     if sample.reward is None and sample.reward_failure is None and args.loss_type == "sft_loss":
-        return 0.0  # supervised data is not scored
+        return 0.0  # supervised data has no rewards
     if isinstance(sample.reward, dict) and args.reward_key and args.reward_key not in sample.reward:
         raise ValueError(
             f"--reward-key {args.reward_key}: the reward of sample {sample.index} has only "
@@ -193,7 +193,7 @@ def _raw_reward(args: Flags, sample: Sample) -> float:
 
 
 def mask_sums_by_rollout(mask_sums: Iterable[float], rollout_ids: Sequence[int]) -> list[float]:
-    """Per sample: the mask total of all samples of its rollout, from the total of each sample."""
+    """Return for each sample the mask total of its whole rollout, from the total of each sample."""
     totals: dict[int, float] = defaultdict(float)
     for mask_sum, rollout_id in zip(mask_sums, rollout_ids, strict=True):
         totals[rollout_id] += mask_sum
@@ -210,7 +210,7 @@ def _convert(args: Flags, samples: list[Sample]) -> RolloutBatch:
         "response_lengths": [sample.response_length for sample in samples],
         "loss_masks": _rows(masks, torch.int32),
         "rewards": rewards,
-        # A rollout may report another number for people than the one it trains on.
+        # The reward that is shown to people (raw_reward) may differ from the one that is trained on.
         "raw_reward": [s.metadata.get("raw_reward", raw) for s, raw in zip(samples, raw_reward, strict=True)],
         "group_index": [-1 if sample.group_index is None else sample.group_index for sample in samples],
         "rollout_ids": rollout_ids,
@@ -223,7 +223,7 @@ def _convert(args: Flags, samples: list[Sample]) -> RolloutBatch:
         token_rewards = _token_rewards(args, samples, raw_reward, rollout_ids)
         if token_rewards is not None:
             batch["token_rewards"] = token_rewards
-    if args.loss_type not in SUPERVISED_LOSSES:  # these train the model as it is, whoever wrote the tokens
+    if args.loss_type not in SUPERVISED_LOSSES:  # supervised losses use no sampled log-probs
         _add_nuclei(args, batch, samples)
     return batch
 
@@ -276,7 +276,7 @@ def _add_nuclei(args: Flags, batch: RolloutBatch, samples: Sequence[Sample]) -> 
 
 
 def _nucleus(sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, offsets) of one sample."""
+    """Return (ids, offsets) of one sample."""
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
     if ids is None or offsets is None:
         ids, offsets = [], [0] * (sample.response_length + 1) if offsets is None else offsets
@@ -304,9 +304,8 @@ def _rows(values: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def _token_versions(sample: Sample) -> list[int]:
-    """[R] weight version number of each response token; -1: none recorded, or none that is a number.
-
-    Where only the versions of whole answers were noted, the oldest of them stands for all tokens.
+    """[R] weight version number of each response token; -1: no version that is a number. If only versions of
+    whole responses were recorded, the oldest is used for all tokens.
     """
     answers = [] if sample.version_spans else map(version_number, sample.weight_versions)
     oldest = min((number for number in answers if number is not None), default=-1)
@@ -333,7 +332,7 @@ def _fill_versions(batch: RolloutBatch, engine_version: str) -> None:
 
 
 def _complete(made: dict[str, Any]) -> RolloutBatch:
-    """Tensors and derivable keys for train data that a custom converter built from plain lists."""
+    """Convert plain lists of a custom converter to tensors, and add the keys that can be derived."""
     missing = [key for key in ("tokens", "response_lengths", "rewards") if key not in made]
     if missing:
         raise ValueError(f"--custom-convert-samples-to-train-data-path returned no {', '.join(missing)}.")
@@ -350,4 +349,4 @@ def _complete(made: dict[str, Any]) -> RolloutBatch:
     batch.setdefault("rollout_ids", list(range(num_samples)))
     sums = [float(mask.sum()) for mask in batch["loss_masks"]]
     batch.setdefault("rollout_mask_sums", mask_sums_by_rollout(sums, batch["rollout_ids"]))
-    return cast(RolloutBatch, batch)  # `validate_batch` looks at what the converter made
+    return cast(RolloutBatch, batch)  # `validate_batch` checks the converter's result

@@ -10,7 +10,7 @@ from slime.utils.types import RolloutBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Names under which configs keep the number of their experts.
+# Keys of configs for the number of experts.
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -26,7 +26,7 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> "ModelShape":
-        """Reads a transformers config; fields that a family lacks fall back to what that family implies."""
+        """Read a transformers config; missing fields get the value that the family implies."""
         text = config.get_text_config()
         layers, hidden = text.num_hidden_layers, text.hidden_size
         attention = _latent_attention if _read(text, "kv_lora_rank") else _plain_attention
@@ -42,7 +42,7 @@ class ModelShape:
 
 
 def _read(text: Any, name: str) -> int:
-    """A size; 0 where the family has none. Of one that differs by layer, the first."""
+    """Return a size; 0 if the family has none, and the first one if it differs by layer."""
     try:
         value = getattr(text, name, None)
     except Exception:  # transformers' own, for sizes that it keeps by layer
@@ -51,7 +51,7 @@ def _read(text: Any, name: str) -> int:
 
 
 def _plain_attention(text: Any) -> tuple[int, int]:
-    """Elements of a layer's projections, and the widths of a key and a value together."""
+    """Return the elements of a layer's projections, and the widths of a key and a value together."""
     heads = _read(text, "num_attention_heads") or 1
     width = _read(text, "head_dim") or text.hidden_size // heads
     key_heads = _read(text, "num_key_value_heads") or heads
@@ -71,13 +71,13 @@ def _latent_attention(text: Any) -> tuple[int, int]:
 
 
 def _feed_forward_widths(text: Any) -> list[int]:
-    """The feed-forward width that one token uses in each layer: dense, or its experts and shared ones."""
+    """Return the feed-forward width per token of each layer: dense, or its chosen and shared experts."""
     dense = _first(text, "intermediate_size_mlp", "dense_intermediate_size", "intermediate_size")
     dense = dense or 4 * text.hidden_size
     chosen = _first(text, "num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
     if not chosen or not _first(text, *EXPERT_COUNTS):
         return [dense] * text.num_hidden_layers
-    # Mixtral, GPT-OSS and others have experts alone, and name their width as other models name a dense one.
+    # Mixtral, GPT-OSS and others have only experts, and use the key of dense models for their width.
     expert = _first(text, "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
     shared = _first(
         text,
@@ -127,13 +127,15 @@ class Stream:
 
     @classmethod
     def of(cls, positions: "Tensor", predicted: int) -> "Stream":
-        """`positions`: of each token in its document, so that it attends to that many before it."""
+        """Build the stream from `positions`: a token's position in its document is the number of tokens
+        before it.
+        """
         count = positions.numel()
         return cls(count, 2 * int(positions.sum()) + count, predicted)
 
 
 def pass_flops(shape: ModelShape, stream: Stream, *, backward: bool = False, trained: float = 1.0) -> float:
-    """Operations of a forward pass over a stream, with `backward` of a backward pass too.
+    """Return the operations of a forward pass over a stream; with `backward`, plus a backward pass.
 
     `trained`: the share of the weights that have a gradient. The backward pass computes the gradients of the
     activations for all of them, and those of the weights for this share alone. Layers that are computed again
@@ -157,11 +159,13 @@ def sample_sizes(batch: RolloutBatch) -> list[int]:
 
 
 def num_patches(media: Mapping[str, Any] | None) -> int:
-    """Patches in what a processor made of images, where it made pixels."""
+    """Return the number of image patches in a processor's output; 0 without pixels."""
     pixels = None if media is None else media.get("pixel_values")
     return 0 if pixels is None else math.prod(pixels.shape) // _PATCH_ELEMENTS
 
 
 def typical_cost(length: int) -> float:
-    """Relative cost of a document when no model is known: linear work plus a mid-size model's attention."""
+    """Return the relative cost of a document if no model is known: linear work plus a mid-size model's
+    attention.
+    """
     return length * (1.0 + length / 24576)

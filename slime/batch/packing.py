@@ -8,7 +8,8 @@ Partition = list[tuple[float, list[int]]]  # the cost and the members of each bi
 
 
 def pack_first_fit(sizes: Sequence[int], cap: int) -> list[list[int]]:
-    """Indices of `sizes` packed into bins of total <= cap, largest first; one above the cap gets its own bin.
+    """Pack indices of `sizes` into bins of total <= cap, largest first; a size above the cap gets its own
+    bin.
 
     Example: pack_first_fit([5, 4, 3, 2], cap=7) -> [[0, 3], [1, 2]].
     """
@@ -26,7 +27,7 @@ def pack_first_fit(sizes: Sequence[int], cap: int) -> list[list[int]]:
 
 
 def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Partition of all indices into `num_bins` sets, maybe empty, of nearly equal cost (Karmarkar-Karp).
+    """Partition all indices into `num_bins` sets, maybe empty, of nearly equal cost (Karmarkar-Karp).
 
     Repeatedly joins the two most uneven partial partitions, putting the heaviest bin of one with the lightest
     of the other; this ends far closer to even than placing the largest item into the lightest bin.

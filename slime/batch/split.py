@@ -23,7 +23,7 @@ from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
 
-_UNITS_PER_RANK = 4  # at least, so that ranks can be given like shares of work
+_UNITS_PER_RANK = 4  # at least, so that ranks can get similar amounts of work
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class RankStep:
 
     @property
     def positions(self) -> list[int]:
-        """The positions in the batch of all samples that this rank has in the step."""
+        """Return the positions in the batch of all samples that this rank has in the step."""
         return [position for micro_batch in self.micro_batches for position in micro_batch]
 
 
@@ -66,11 +66,11 @@ class RankData:
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """The micro-batches of all steps, which passes before training use too."""
+        """Return the micro-batches of all steps, which passes before training use, too."""
         return [micro_batch for step in self.steps for micro_batch in step.micro_batches]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to the rank's process with the batch in one piece of bytes."""
+        """Pickle for the rank's process, with the whole batch as one block of bytes."""
         try:
             batch = codec.encode(codec.with_rows(self.batch))
         except codec.ForeignValue:  # a user's function may put any object into a batch
@@ -92,7 +92,8 @@ def plan_steps(
     prompts: Sequence[Hashable] | None = None,
     prompt_sizes: Sequence[int] | None = None,
 ) -> list[StepPlan]:
-    """Split samples into steps of `--global-batch-size` rollouts, and steps into micro-batches, equally many.
+    """Split samples into steps of `--global-batch-size` rollouts, and each step into equally many
+    micro-batches.
 
     `prompts`: one key per sample; samples with the same key stay together if a micro-batch can hold them.
     `prompt_sizes`: tokens of each sample's prompt; samples that stay together count a shared prompt once.
@@ -107,7 +108,7 @@ def plan_steps(
     steps = []
     for start in range(0, len(rollouts), size):
         chosen = rollouts[start : start + size]
-        # What a micro-batch holds whole or not at all: a sample, or both answers of a pair that is compared.
+        # Units that are never split over micro-batches: a sample, or both responses of a preference pair.
         units = chosen if args.loss_type in PAIR_LOSSES else [[p] for rollout in chosen for p in rollout]
         if prompts is not None:
             positions = [p for unit in units for p in unit]
@@ -128,7 +129,7 @@ def plan_steps(
 
 
 def _unit_size(unit: Sequence[int], lengths: Sequence[int], prompt_sizes: Sequence[int] | None) -> int:
-    """Tokens of samples that stay together; with `prompt_sizes` those of their common prompt count once."""
+    """Return the tokens of samples that stay together; `prompt_sizes`: their common prompt counts once."""
     repeated = (len(unit) - 1) * prompt_sizes[unit[0]] if prompt_sizes is not None else 0
     return sum(lengths[p] for p in unit) - repeated
 
@@ -141,7 +142,7 @@ def _siblings(
     budget: int,
     dp_size: int,
 ) -> list[list[int]]:
-    """Samples of one prompt in runs that fit a micro-batch, short enough that all ranks get a like share."""
+    """Group samples of one prompt so that they fit a micro-batch, in runs short enough to balance ranks."""
     most = len(positions) if dp_size == 1 else max(1, len(positions) // (_UNITS_PER_RANK * dp_size))
     families: dict[Hashable, list[int]] = {}
     for position in positions:
@@ -183,12 +184,12 @@ def _split_step(
         works = costs if args.balance_by_flops else sizes
         packed = [_even_bins(bins, works, sizes, cap) for bins in packed]
     if balances:
-        # Ranks wait for each other at every micro-batch: the heaviest of each meet.
+        # Ranks wait for each other at every micro-batch, so micro-batches of similar cost are run together.
         ranks = [sorted(bins, key=lambda members: -sum(costs[unit] for unit in members)) for bins in packed]
     else:
         ranks = [packed[0][rank::dp_size] for rank in range(dp_size)]
     count = max(len(bins) for bins in ranks)
-    # By length within a micro-batch: attention then meets its short documents in one run.
+    # Sorted by length within a micro-batch, so that attention gets short documents in one run.
     ordered = [[sorted(members, key=lambda unit: sizes[unit]) for members in bins] for bins in ranks]
     as_positions = [[[p for unit in members for p in units[unit]] for members in bins] for bins in ordered]
     return [bins + [[] for _ in range(count - len(bins))] for bins in as_positions]
@@ -197,10 +198,10 @@ def _split_step(
 def _even_bins(
     bins: list[list[int]], costs: Sequence[float], sizes: Sequence[int], cap: int
 ) -> list[list[int]]:
-    """Spread the units of `bins` over bins of nearly equal cost; `bins` if one would exceed `cap` tokens.
+    """Spread the units over bins of nearly equal cost; keep `bins` if one would exceed `cap` tokens.
 
-    Bins that were filled one after another leave a last one that may hold a single short sample: a
-    micro-batch whose kernels take less time than it takes to start them.
+    Bins filled one after another may leave a single short sample in the last one, a micro-batch whose kernels
+    take less time than their launch.
     """
     units = [unit for members in bins for unit in members]
     parts = balance([costs[unit] for unit in units], len(bins)) if bins else []
@@ -210,7 +211,7 @@ def _even_bins(
 
 
 def _pack(units: list[int], sizes: Sequence[int], cap: int, samples: int) -> list[list[int]]:
-    """Bins of units: up to `cap` tokens each, or, where that is 0, of `samples` units."""
+    """Pack units into bins of up to `cap` tokens, or, if `cap` is 0, of `samples` units."""
     if cap:
         bins = pack_first_fit([sizes[unit] for unit in units], cap)
         return [[units[i] for i in members] for members in bins]
@@ -218,7 +219,7 @@ def _pack(units: list[int], sizes: Sequence[int], cap: int, samples: int) -> lis
 
 
 def _token_budget(args: Flags, cp_size: int) -> int:
-    """Tokens of a micro-batch over the ranks of a replica; 0: micro-batches of equal numbers of samples."""
+    """Return the tokens of a micro-batch over the ranks of a replica; 0: it is filled by samples."""
     if not args.use_dynamic_batch_size:
         return 0
     assert args.max_tokens_per_gpu is not None, "rules derive it"
@@ -226,7 +227,7 @@ def _token_budget(args: Flags, cp_size: int) -> int:
 
 
 def take(batch: RolloutBatch, positions: Sequence[int]) -> RolloutBatch:
-    """The samples at `positions` of every per-sample key; what is not one entry per sample stays whole."""
+    """Select the samples at `positions` in every per-sample key; other keys are kept whole."""
     num_samples = len(batch["tokens"])
     taken: dict[str, Any] = {}
     values: Mapping[str, Any] = batch
@@ -247,7 +248,7 @@ def split_for_ranks(
     *,
     cp_size: int = 1,
 ) -> list[RankData]:
-    """Each data-parallel rank's own samples and steps."""
+    """Return each data-parallel rank's own samples and steps."""
     lengths = sample_sizes(batch)
     prompts = _prompts(batch) if _keeps_siblings(args) else None
     once = prompts is not None and _counts_prompts_once(args)
@@ -293,8 +294,8 @@ def _counts_prompts_once(args: Flags) -> bool:
 
 
 def _prompts(batch: RolloutBatch) -> list[Hashable]:
-    """A key for each sample, the same for those with the same prompt."""
-    joined = torch.cat(batch["tokens"]).numpy()  # at once: a call of torch for each sample takes longer
+    """Return a key for each sample that is the same for samples with the same prompt."""
+    joined = torch.cat(batch["tokens"]).numpy()  # at once: one torch call per sample takes longer
     data, size = joined.tobytes(), joined.itemsize
     lengths = [tokens.numel() for tokens in batch["tokens"]]
     rows = zip(itertools.accumulate(lengths), lengths, batch["response_lengths"], strict=True)

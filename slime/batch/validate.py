@@ -15,7 +15,7 @@ REQUIRED_KEYS = ("tokens", "response_lengths", "loss_masks", "rewards", "rollout
 
 
 def check_reward(sample: Sample, value: Any) -> float:
-    """The reward as a float, or an error that names the sample: only a finite number may be trained on."""
+    """Return the reward as a float; ValueError names a sample whose reward is not a finite number."""
     if is_score(value):
         return float(value)
     why = sample.reward_failure
@@ -28,15 +28,15 @@ def check_reward(sample: Sample, value: Any) -> float:
 
 
 def check_masks(masks: Iterable[Sequence[float]]) -> None:
-    """Raise ValueError for other values than 0 and 1; the conversion to integers would hide some of them."""
+    """Raise ValueError for values other than 0 and 1; the conversion to integers would hide some."""
     for mask in masks:
         if not {0, 1}.issuperset(mask):
             other = next(value for value in mask if value not in (0, 1))
-            raise ValueError(f"a loss_mask holds {other!r}: a token is trained (1) or not (0).")
+            raise ValueError(f"a loss_mask contains {other!r}: a token is trained (1) or not (0).")
 
 
 def check_distinct(samples: Sequence[Sample]) -> None:
-    """Raise ValueError where a batch holds one Sample object several times: it would be trained so often."""
+    """Raise ValueError if a batch has one Sample object several times: it would be trained that often."""
     sample, count = Counter(map(id, samples)).most_common(1)[0]
     if count > 1:
         twice = next(member for member in samples if id(member) == sample)
@@ -81,7 +81,7 @@ def _check_sample(batch: RolloutBatch, position: int, name: str) -> None:
     if not math.isfinite(reward):
         raise ValueError(f"the reward of {name} is {reward}: only a finite number can be trained on.")
     if "rollout_log_probs" in batch and not batch["rollout_log_probs"][position].isfinite().all():
-        raise ValueError(f"rollout_log_probs of {name} holds NaN or inf: an engine returned a broken one.")
+        raise ValueError(f"rollout_log_probs of {name} contains NaN or inf: an engine's error.")
     if "rollout_top_p_token_ids" in batch:
         pair = batch["rollout_top_p_token_ids"][position], batch["rollout_top_p_token_offsets"][position]
         if wrong := top_p.wrong_with(*pair, tokens[total - length :].tolist()):

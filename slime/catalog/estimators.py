@@ -57,7 +57,7 @@ ESTIMATORS: dict[str, Estimator] = {
         "reward against the mean of its group; tokens over one constant", "mean", reduction="constant"
     ),
     "rloo": _in_groups("reward against the mean of the other answers of its group", "leave_one_out"),
-    "remax": _in_groups("reward against that of one greedy answer", "greedy"),
+    "remax": _in_groups("reward minus the reward of one greedy response", "greedy"),
     "opo": _in_groups("reward against the length-weighted mean of its group", "length_weighted"),
     "maxrl": _in_groups("reward against the success rate of its group, over that rate", "success_rate"),
     "reinforce_plus_plus": Estimator(

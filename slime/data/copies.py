@@ -26,7 +26,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def _copy_of(url: str) -> Path:
-    import fsspec  # here: most runs read files of this machine
+    import fsspec  # imported here: most runs read local files only
 
     protocol = url.partition("://")[0].lower()
     try:
@@ -35,7 +35,7 @@ def _copy_of(url: str) -> Path:
             tempfile.NamedTemporaryFile(dir=_folder().name, delete=False) as here,
         ):
             shutil.copyfileobj(there, here, 2**20)
-    except Exception as error:  # of whatever package reads the protocol
+    except Exception as error:  # the package that reads the protocol decides its type
         cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
         if cause is None or getattr(cause, "status", None) == 404:
             raise FileNotFoundError(f"prompt file {url}: there is no such file.") from None
@@ -45,13 +45,15 @@ def _copy_of(url: str) -> Path:
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """A large file may take its time; a server that says nothing for a minute is given up."""
+    """Options of the download: no limit on its duration, but a server that is silent for a minute is given
+    up.
+    """
     if protocol not in ("http", "https"):
         return {}
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
-    # Identity: what travels compressed has a length that is not the file's.
+    # No compression: a compressed response has another length than the file.
     return {
         "client_kwargs": {"timeout": timeout, "headers": {"Accept-Encoding": "identity"}},
         "block_size": 0,

@@ -23,7 +23,7 @@ __all__ = ["Dataset", "check_prompt_file", "epoch_order", "filter_long_prompt", 
 
 
 def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
-    """The order in which epoch `epoch` visits `size` samples: sorted by a mix of (seed, epoch, index)."""
+    """Return the order in which epoch `epoch` visits `size` samples: by a mix of (seed, epoch, index)."""
     return sorted(range(size), key=lambda index: (mix64(seed, epoch, index), index))
 
 
@@ -35,7 +35,7 @@ def filter_long_prompt(
     *,
     batch_size: int = 1024,
 ) -> list[Sample]:
-    """Samples whose prompt has at most `max_length` tokens, in order. Message lists are rendered first."""
+    """Return samples with at most `max_length` prompt tokens, in order. Message lists are rendered first."""
     if max_length is None:
         return list(samples)
     kept: list[Sample] = []
@@ -47,19 +47,19 @@ def filter_long_prompt(
 
 
 def prompt_lengths(samples: Sequence[Sample], tokenizer: Any, processor: Any = None) -> list[int]:
-    """Token counts of prompts; a picture counts as the tokens that the processor makes of its size."""
+    """Return token counts of prompts; a picture counts as the tokens that the processor makes of its size."""
     texts = [_prompt_text(sample, tokenizer) for sample in samples]
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
     for i, sample in enumerate(samples):
         if processor and sample.multimodal_inputs:
             encoder = encoder_of(processor)
-            # One image token stands for each already.
+            # The text already has one image token for each.
             lengths[i] += sum(encoder.count(picture) - 1 for picture in sample.multimodal_inputs["images"])
     return lengths
 
 
 def _prompt_text(sample: Sample, tokenizer: Any) -> str:
-    """The prompt as text; empty, so of no length, for what only a function of the user's can read."""
+    """Return the prompt as text; empty if only a function of the user can read it."""
     if isinstance(sample.prompt, str):
         return sample.prompt
     if not isinstance(sample.prompt, list):
@@ -99,7 +99,9 @@ class Dataset:
         flag: str = "--prompt-data",
         length_flag: str = "--rollout-max-prompt-len",
     ):
-        """`fmt`: a whole format, which also knows who reads prompts and labels, in place of the keys."""
+        """`fmt`: a complete prompt format, used in place of the keys; it also names the readers of prompts
+        and labels.
+        """
         fmt = fmt or PromptFormat(
             input_key=prompt_key,
             label_key=label_key,
@@ -127,7 +129,7 @@ class Dataset:
         self.order: list[int] = list(range(len(kept)))
 
     def shuffle(self, epoch_id: int) -> None:
-        """Take the order of epoch `epoch_id`."""
+        """Put the samples in the order of epoch `epoch_id`."""
         if epoch_id != self.epoch_id:
             self.order = epoch_order(self.seed, epoch_id, len(self.origin_samples))
             self.epoch_id = epoch_id
@@ -138,7 +140,7 @@ class Dataset:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest of all prompts and labels, by which a resumed run knows that they are the same."""
+        """Return a digest of all prompts and labels, which shows a resumed run that they are unchanged."""
         found = hashlib.blake2b(digest_size=8)
         for sample in self.origin_samples:
             found.update(repr((sample.prompt, sample.label)).encode(errors="surrogatepass"))

@@ -10,7 +10,7 @@ from slime.data.prompt_sources import Place, PlacedRows
 
 
 def read_hub(source: str) -> PlacedRows:
-    """The rows of one split, as `datasets` gives them."""
+    """Yield the rows of one split, as `datasets` gives them."""
     for number, row in enumerate(_split(source), start=1):
         yield Place(source, "row", number), dict(row)
 
@@ -19,7 +19,7 @@ def read_hub(source: str) -> PlacedRows:
 def _split(source: str) -> Any:
     name, config, split = hub_parts(source)
     found = _load(source, name, config)
-    if not isinstance(found, dict):  # one split that was saved alone
+    if not isinstance(found, dict):  # a single split, saved without the others
         if split is not None and split != str(found.split):
             raise ValueError(f"{source}: it was saved without splits; write {HUB}{name}.")
         return found
@@ -44,7 +44,7 @@ def _load(source: str, name: str, config: str | None) -> Any:
         if saved:
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset(str(folder) if folder.exists() else name, config)
-    except Exception as error:  # of the network, the hub, the files: the package has types of its own
+    except Exception as error:  # network, hub, files: the package has many types
         said = f"{type(error).__name__}: {error}"
         hint = "is its name right, and is it public or are you logged in (hf auth login)?"
         if "onfig" in str(error) or "BuilderConfig" in said:

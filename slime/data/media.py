@@ -24,7 +24,7 @@ def fill_media(
     filled = [_fill_message(message, images, count, where) for message in messages]
     if images:
         raise ValueError(
-            f"{where}: more media than placeholders in the prompt; {len(images)} images are left over. Write "
+            f"{where}: fewer placeholders in the prompt than images; {len(images)} are left over. Write "
             f"one {_PLACEHOLDER} for each."
         )
     return filled
@@ -39,7 +39,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _fill_message(message: Message, images: list[Any], count: int, where: object) -> Message:
-    """Take the images that the message shows out of `images`, of which the row has `count`."""
+    """Replace the placeholders of one message by the first of `images`; the row has `count` in all."""
     content, placeholder = message.get("content"), _PLACEHOLDER
     if not isinstance(content, str) or placeholder not in content:
         return message
@@ -55,14 +55,14 @@ def _fill_message(message: Message, images: list[Any], count: int, where: object
 
 
 def _part(item: Any) -> Message:
-    """A part of a message: an item that is one already stays, with bounds on its pixels, say."""
+    """Return an image as a message part; a part (with bounds on its pixels, say) is returned unchanged."""
     if not isinstance(item, dict):
         return {"type": _IMAGE, _IMAGE: item}
     return item if "type" in item else {"type": _IMAGE, **item}
 
 
 def read_pictures(messages: Any, keys: Mapping[str, str], where: object) -> dict[str, list[Any]] | None:
-    """The pictures of a conversation in the form processors take; None: it has none."""
+    """Return the pictures of a conversation in the form that processors take; None: it has none."""
     if not isinstance(messages, list):
         raise ValueError(f"{where}: a model with a processor needs the prompt as a list of messages.")
     folder = Path(where.path).parent if isinstance(where, Place) else None
@@ -88,7 +88,7 @@ def read_pictures(messages: Any, keys: Mapping[str, str], where: object) -> dict
 
 
 def bare_messages(messages: list[Message]) -> list[Message]:
-    """The messages without the pictures themselves, which chat templates only look for."""
+    """Return the messages without pixels: chat templates only need to see where images are."""
 
     def bare(part: Any) -> Any:
         return {"type": "image"} if isinstance(part, dict) and part.get("type") in _IMAGE_PARTS else part

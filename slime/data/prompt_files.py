@@ -15,7 +15,7 @@ _NEAR = 20  # characters shown on either side of a mistake
 
 def read_jsonl(source: str) -> PlacedRows:
     """Yield the rows of a file with one JSON object per line; blank lines are skipped."""
-    # Bytes that are no UTF-8 become lone surrogates, so that they are found in their line.
+    # Invalid UTF-8 becomes lone surrogates, so that the error can name the line.
     with local_path(source).open(encoding="utf-8-sig", errors="surrogateescape") as file:
         for place, line in _checked(source, file):
             text = line.strip().lstrip("\ufeff")  # files that were joined have byte order marks inside
@@ -29,7 +29,7 @@ def read_jsonl(source: str) -> PlacedRows:
 
 
 def read_json(source: str) -> PlacedRows:
-    """Yield the objects of a list; or, where the file begins with an object, one object per line."""
+    """Yield the objects of a list, or one object per line if the file starts with an object."""
     with local_path(source).open(encoding="utf-8-sig", errors="surrogateescape") as file:
         head = file.read(2**16)
         if head.lstrip().startswith("["):
@@ -90,7 +90,7 @@ def read_csv(source: str) -> PlacedRows:
 def read_parquet(source: str) -> PlacedRows:
     """Yield the rows of a table, batch by batch."""
     try:
-        import pyarrow.parquet as parquet  # optional dependency: needed only by those who have parquet files
+        import pyarrow.parquet as parquet  # optional dependency: needed only for parquet files
     except ImportError as error:
         raise ValueError(
             f"{source}: reading parquet needs pyarrow; install it with `pip install slime-rl[data]`."

@@ -35,14 +35,12 @@ class PromptFormat:
     apply_chat_template: bool = False
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     use: PromptUse = PromptUse.UNKNOWN
-    rm_type: str | None = (
-        None  # built-in reward that reads labels whose row names none; None: others read them
-    )
-    label_is_messages: bool = False  # the label is a conversation, too: of a preference pair
+    rm_type: str | None = None  # reward of rows that name none; None: something else reads labels
+    label_is_messages: bool = False  # preference pairs: the label is a conversation, too
     prompt_template: str | None = (
         None  # "Q: {question}": the prompt is text made of columns, not of input_key
     )
-    label_pattern: str | None = None  # the label is what this finds in its column
+    label_pattern: str | None = None  # regular expression that finds the label in its column
     metadata_columns: tuple[str, ...] = ()  # also in the metadata, by their names; "*": all
     reward_columns: ColumnsAsked | None = None  # so are these, for a reward in TRL's signature
 
@@ -91,7 +89,7 @@ def _check_conversation(label: Any, key: str, where: object) -> None:
 def row_to_sample(
     row: Row, fmt: PromptFormat, tokenizer: Any = None, processor: Any = None, *, where: object = "row"
 ) -> Sample:
-    """One row -> one PENDING sample without index; `where` names the row in error messages."""
+    """Convert one row to one PENDING sample without index; `where` names the row in error messages."""
     prompt, label, metadata, tools = read_fields(row, fmt, where)
     if tools is not None:
         metadata["tools"] = tools
@@ -123,7 +121,7 @@ def render_prompt(
     kwargs: Mapping[str, Any] | None = None,
     where: object = "row",
 ) -> str:
-    """Messages -> the text the model sees, up to where its answer begins."""
+    """Render messages to the text that the model sees, up to where its response begins."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "--apply-chat-template is set but the tokenizer has no chat template; "
@@ -170,7 +168,7 @@ def _get(row: Row, key: str, flag: str, where: object) -> Any:
 
 
 def fill_template(template: str, row: Row, where: object) -> str:
-    """The prompt that a template makes of a row."""
+    """Return the prompt that a template makes of a row."""
     pieces = []
     for text, name in template_parts(template):
         pieces.append(text)
@@ -186,7 +184,7 @@ def fill_template(template: str, row: Row, where: object) -> str:
 
 
 def find_label(value: Any, pattern: str, key: str, where: object) -> str:
-    """The first group of the pattern's last match, or the whole match; without white space around it."""
+    """Return the first group of the pattern's last match, or the whole match, stripped of whitespace."""
     matches = list(re.finditer(pattern, value)) if isinstance(value, str) else []
     if not matches:
         shown = repr(value) if len(repr(value)) <= 80 else "..." + repr(value)[-77:]
@@ -215,13 +213,13 @@ def _columns_for_reward(row: Row, fmt: PromptFormat, prompt: Any, where: object)
     for name in dict.fromkeys((*asked.required, *asked.optional, *(row if asked.everything else ()))):
         if name in row or name in asked.required:
             value = _get(row, name, "a parameter of the reward function", where)
-            with contextlib.suppress(TypeError):  # a picture or the like: it stays in the file
+            with contextlib.suppress(TypeError):  # a picture or similar: not kept
                 kept[name] = _plain(value)
     return kept
 
 
 def _plain(value: Any) -> Any:
-    """A value that checkpoints hold: what tables have beyond JSON (dates, decimals) becomes text."""
+    """Return a value that checkpoints can hold: table types beyond JSON (dates, decimals) become text."""
     if value is None or isinstance(value, (str, int, float, bytes)):
         return value
     if isinstance(value, (list, tuple)):

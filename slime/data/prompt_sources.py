@@ -32,7 +32,7 @@ PlacedRows = Iterator[tuple[Place, Row]]
 
 
 def parse_slice(spec: str) -> tuple[str, int | None, int | None]:
-    """`data.jsonl@[10:-5]` -> ("data.jsonl", 10, -5); a bound that is not written is None."""
+    """Parse `data.jsonl@[10:-5]` into ("data.jsonl", 10, -5); a bound that is not written is None."""
     match = _SLICE.match(spec)
     if match is None:
         if re.search(r"@\[.*\]$", spec):
@@ -47,7 +47,7 @@ def parse_slice(spec: str) -> tuple[str, int | None, int | None]:
 
 
 def read_file(spec: str | Iterable[str]) -> Iterator[Row]:
-    """Rows of one or several files, in order."""
+    """Yield the rows of one or several files, in order."""
     return (row for _, row in read_rows(spec))
 
 

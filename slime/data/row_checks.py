@@ -8,7 +8,7 @@ from typing import Any
 from slime.catalog.rewards import find_reward
 
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
-# What an assistant's message may hold in place of content.
+# Keys that an assistant's message may have in place of content.
 _INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content")
 
 
@@ -17,8 +17,8 @@ class PromptUse(Enum):
 
     ENGINE = "the engine: text, or messages that the chat template makes text of"
     CONVERSATION = "supervised training: messages"
-    UNKNOWN = "somebody: text or messages"
-    OWN_CODE = "a function of the user's: whatever it understands"
+    UNKNOWN = "a reader of any kind: text or messages"
+    OWN_CODE = "a function of the user: anything that it understands"
 
 
 def check_prompt(prompt: Any, key: str, use: PromptUse, *, rendered: bool, where: object) -> None:
@@ -70,12 +70,12 @@ def _check_message(message: Any, what: str) -> None:
     elif isinstance(content, list):
         _check_parts(content, what)
     elif isinstance(content, dict) and message["role"] == "tool":
-        return  # a tool's answer; templates write it as JSON
+        return  # a tool's result; templates write it as JSON
     elif content is not None:
         raise ValueError(f"{what} has content {_show(content)}; write text or a list of parts.")
     elif not any(message.get(name) for name in _INSTEAD_OF_CONTENT):
         found = "content null" if "content" in message else f"no content, only {sorted(message)}"
-        raise ValueError(f'{what} has {found}; write text ("" for none; only tool calls stand without).')
+        raise ValueError(f'{what} has {found}; write text ("" for none, which only tool calls allow).')
 
 
 def _check_parts(parts: list[Any], what: str) -> None:
@@ -110,7 +110,7 @@ def check_label(label: Any, key: str, rm_type: str | None, where: object) -> Non
     """Check that the built-in reward `rm_type` can compare with the label; None: its reader takes any."""
     what = f"{where}: the label in {key!r} (--label-key)"
     if isinstance(label, float) and not math.isfinite(label):
-        raise ValueError(f"{what} is {label}, which equals no answer; write the answer or drop the row.")
+        raise ValueError(f"{what} is {label}, which no answer can equal; write the answer or drop the row.")
     reward = find_reward(rm_type)
     if reward is None or reward.label == "any":
         return
@@ -125,7 +125,7 @@ def check_label(label: Any, key: str, rm_type: str | None, where: object) -> Non
 
 
 def _show(value: Any) -> str:
-    """A value in a message: short, and in the words of JSON."""
+    """Format a value for a message: short, and as JSON."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -99,8 +99,8 @@ def test_metadata_and_shown_rewards_travel():
         (lambda: [sample(None, reward_failure=invalid("no answer"))], "invalid: no answer"),
         (lambda: [sample({"acc": 1.0})], "--reward-key"),
         (lambda: [sample(1.0, loss_mask=[1, 1, 1])], "loss_masks has 3 entries for 2 response tokens"),
-        (lambda: [sample(1.0, loss_mask=[1, 2])], "loss_mask holds 2:"),
-        (lambda: [sample(1.0, loss_mask=[0.5, 1])], "loss_mask holds 0.5"),
+        (lambda: [sample(1.0, loss_mask=[1, 2])], "loss_mask contains 2:"),
+        (lambda: [sample(1.0, loss_mask=[0.5, 1])], "loss_mask contains 0.5"),
         (lambda: [sample(1.0, rollout_log_probs=[0.0])], "rollout_log_probs has 1 entries for 2"),
         (
             lambda: [sample(1.0, rollout_log_probs=[0.0, 0.0]), sample(0.0)],

@@ -118,7 +118,7 @@ def test_turns_that_miss_a_trained_token_are_refused(tmp_path):
     samples = episodes(seed=8)
     start, end, reward = samples[3].turn_rewards[0]
     samples[3].turn_rewards[0] = (start, end - 1, reward)
-    with pytest.raises(ValueError, match="each trained token belongs to exactly one turn"):
+    with pytest.raises(ValueError, match="each trained token must be in one turn"):
         samples_to_batch(args, samples)
 
 

@@ -76,7 +76,7 @@ def test_a_row_without_media_keeps_its_text_whole(images):
 def test_counts_of_media_and_placeholders_must_match():
     with pytest.raises(ValueError, match="more <image> placeholders"):
         fill_media([{"role": "user", "content": "<image><image>"}], {"images": ["a"]}, {"image": "images"})
-    with pytest.raises(ValueError, match="more media than placeholders"):
+    with pytest.raises(ValueError, match="fewer placeholders in the prompt than images"):
         fill_media([{"role": "user", "content": "<image>"}], {"images": ["a", "b"]}, {"image": "images"})
     with pytest.raises(ValueError, match="only a column of images"):
         fill_media([], {}, {"smell": "x"})

@@ -230,7 +230,7 @@ def test_log_probs_are_over_the_ids_that_sampling_kept():
 def test_responses_that_do_not_fit_the_logits_are_an_error():
     logits, options, _ = packed()
     responses = old("slime.backends.megatron_utils.loss.get_responses")
-    with pytest.raises(ValueError, match="samples of 9 tokens, but logits of 5"):
+    with pytest.raises(ValueError, match="the samples have 9 tokens, but the logits 5"):
         list(responses(logits[:, :5], **options))
     with pytest.raises(ValueError, match=r"expected \[1, T, V\]"):
         list(responses(logits[0], **options))

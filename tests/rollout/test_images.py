@@ -136,7 +136,7 @@ def dumped(group, folder):
             {"input": "<image><image>", "images": ["0.png"]},
             r"line 1: more <image> placeholders .*has 1\.",
         ),
-        ({"input": "what?", "images": ["0.png"]}, "line 1: more media than placeholders"),
+        ({"input": "what?", "images": ["0.png"]}, "line 1: fewer placeholders in the prompt than images"),
         ({"input": "<image>", "images": None}, r"line 1: more <image> placeholders .*has 0\."),
         ({"input": "<image>", "images": ["data.jsonl"]}, "line 1: image 1 of column 'images' .*known kind"),
         ({"input": "<image>", "images": ["no.png"]}, "line 1: image 1 of column 'images' .*does not exist"),

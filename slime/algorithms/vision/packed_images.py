@@ -30,12 +30,12 @@ class PackedImages:
     positions: Tensor | None  # [3, 1, T] int64; None: those of plain text
 
     def to(self, device: torch.device) -> PackedImages:
-        """Pixels stay where they are until their features are computed: those of a step may be many."""
+        """Move the indices to a device; pixels stay, because those of a whole step may be too many."""
         positions = None if self.positions is None else self.positions.to(device)
         return PackedImages(self.media, self.rows.to(device), self.picks.to(device), positions)
 
     def features(self, lm: Any) -> Features:
-        """The features of every image token, in the order of the stream."""
+        """Return the features of every image token, in the order of the stream."""
         assert self.media is not None, "there are no pictures in the stream"
         media = {name: tensor.to(self.picks.device) for name, tensor in self.media.items()}
         return image_features(lm, media).take(self.picks)
@@ -44,7 +44,7 @@ class PackedImages:
 def pack_images(
     config: Any, documents: Sequence[Tensor], media: Sequence[Mapping[str, Any] | None], names: Sequence[str]
 ) -> PackedImages:
-    """Join what the documents show. `names`: of the samples, for messages."""
+    """Join the pictures of the documents; `names` are the samples' names for messages."""
     distinct: dict[int, tuple[int, Media]] = {}  # by id(): first feature, inputs
     picks, positions, total = [], [], 0
     for tokens, shown, name in zip(documents, media, names, strict=True):
@@ -81,7 +81,7 @@ def _positions(config: Any, tokens: Tensor, shown: Mapping[str, Any] | None) -> 
 
 
 def nothing_of(lm: Any, device: torch.device) -> Tensor:
-    """Zero, computed from a small picture by the whole tower.
+    """Return zero, computed from a small picture by the whole tower.
 
     A rank whose stream has no pictures adds it: FSDP's ranks must gather and reduce the same parameters.
     """

@@ -13,7 +13,7 @@ import numpy as np
 def grid_positions(
     tokens: Sequence[int], grids: Sequence[Sequence[int]], image_token_id: int, merge_size: int
 ) -> tuple[np.ndarray, int]:
-    """[3, T] int64 positions of one document, and the position of the token after it.
+    """Return [3, T] int64 positions of one document, and the position of the token after it.
 
     `merge_size`: patches of each side that make one token. The n-th run of image tokens has the n-th grid;
     ValueError if they do not fit.

@@ -43,17 +43,17 @@ class Features:
 
 
 def family_of(config: Any) -> VisionFamily | None:
-    """The row of a model's family; None: it reads text only."""
+    """Return the row of a model's family; None: it reads text only."""
     return VISION_FAMILIES.get(config.model_type)
 
 
 def attention_by_tower(name: str) -> dict[str, str]:
-    """A value for `attn_implementation`: text uses `name`; pictures are not causal and have their own."""
+    """Return a value for `attn_implementation`: `name` for text, a non-causal one for pictures."""
     return {"text_config": name, "vision_config": "sdpa"}
 
 
 def image_features(lm: Any, media: Media) -> Features:
-    """Features of all image tokens of the pictures, in their order."""
+    """Return the features of all image tokens of the pictures, in their order."""
     pixels = media["pixel_values"].to(lm.get_input_embeddings().weight.dtype)
     found = lm.base_model.get_image_features(**{**media, "pixel_values": pixels}, return_dict=True)
     deep = getattr(found, "deepstack_features", None) or ()
@@ -95,7 +95,7 @@ def run_text(
 
 
 def smallest_picture(config: Any, device: torch.device) -> Media:
-    """The inputs of a picture of one token: the least that makes the whole tower run."""
+    """Return the inputs of a picture of one token, the smallest that runs the whole tower."""
     vision = config.vision_config
     if VISION_FAMILIES[config.model_type].tiles:
         size = vision.image_size
