@@ -17,10 +17,10 @@ class CheckRow:
     """One check. Example: the tokenizer is checked only if the model's files exist."""
 
     group: str
-    subject: str  # of the errors that it raises
-    check: str  # a function in this folder, of the settings, that yields findings
-    needs: tuple[str, ...] = ()  # checks that must have found no error
-    skip: str | None = None  # value of --skip-preflight that leaves it out
+    subject: str  # subject of its errors
+    check: str  # function in this folder that gets the settings and yields findings
+    needs: tuple[str, ...] = ()  # checks that must have passed
+    skip: str | None = None  # value of --skip-preflight that skips it
 
 
 PLUGINS, FILES, TOKENIZER, ROWS = "plug-in functions", "model files", "tokenizer", "prompt rows"
@@ -43,14 +43,14 @@ CHECKS = {
 
 
 def preflight(args: Args, *, overlapped: bool = False) -> Report:
-    """Report all problems at once, starting nothing. `overlapped`: the asynchronous loop runs them."""
+    """Return a report of all problems; nothing is started. `overlapped`: for the asynchronous loop."""
     findings = list(check_loop(args, overlapped=overlapped))
     failed: set[str] = set()
     for name, row in CHECKS.items():
         if row.skip is not None and row.skip in args.skip_preflight:
             continue
         if failed.intersection(row.needs):
-            failed.add(name)  # and so what needs this one is left out, too
+            failed.add(name)  # checks that depend on this one are skipped, too
             continue
         found = [replace(finding, group=row.group) for finding in _guarded(row, args)]
         if any(finding.kind == "error" for finding in found):
@@ -90,6 +90,6 @@ def _guarded(row: CheckRow, args: Args) -> Iterator[Finding]:
         yield from load_function(f"slime.preflight.{row.check}")(args)
     except (ValueError, FileNotFoundError) as error:
         yield error_of(row.subject, error)
-    except Exception as error:  # of a library, of a template, of ours
-        text = f"this could not be checked before the start ({type(error).__name__}: {error})."
+    except Exception as error:  # of a library, of a template, of slime
+        text = f"this check failed with an error of its own ({type(error).__name__}: {error})."
         yield Finding("warning", row.subject, text)

@@ -9,7 +9,7 @@ from slime.utils.errors import NotStarted
 from slime.utils.printable import printable
 
 Kind = Literal["error", "warning", "note"]
-COST = "memory and time"  # the subject of findings about what the run will need
+COST = "memory and time"  # subject of the estimates of memory and time
 KINDS: tuple[Kind, ...] = ("error", "warning", "note")
 
 
@@ -42,13 +42,13 @@ class Report:
     """All findings in the order of the checks, which a run logs at its start and `slime doctor` prints."""
 
     findings: tuple[Finding, ...]
-    plan: Prediction | None = None  # what the run will cost; None: its model is not here to be read
+    plan: Prediction | None = None  # the predicted cost; None: the model cannot be read on this machine
 
     def of(self, kind: Kind) -> list[Finding]:
         return [finding for finding in self.findings if finding.kind == kind]
 
     def groups(self) -> dict[str, list[Finding]]:
-        """Findings by subject; errors first in each."""
+        """Return findings by subject; errors first in each."""
         found: dict[str, list[Finding]] = {finding.group: [] for finding in self.findings}
         for kind in KINDS:
             for finding in self.of(kind):
@@ -56,7 +56,7 @@ class Report:
         return found
 
     def raise_errors(self) -> None:
-        """One NotStarted that lists everything that is wrong."""
+        """Raise one NotStarted that lists all errors."""
         errors = self.of("error")
         if len(errors) == 1:
             raise NotStarted(str(errors[0]))
@@ -65,7 +65,7 @@ class Report:
             raise NotStarted(f"{len(errors)} problems found; nothing was started:\n{listed}")
 
     def lines(self) -> list[str]:
-        """The name of each group, and below it what was found."""
+        """Return the text of the report: each subject, and below it its findings."""
         found = []
         for group, findings in self.groups().items():
             found += [f"{group}:", *(f"  {f.kind}: {f}".replace("\n", "\n    ") for f in findings)]
@@ -73,7 +73,7 @@ class Report:
 
 
 def error_of(subject: str, error: Exception) -> Finding:
-    """An exception of a check as a finding; what names its flag already is not named twice."""
+    """Return an exception of a check as a finding; a flag that it names already is not named twice."""
     text = str(error).strip() or type(error).__name__
     head, _, rest = text.partition(": ")
     if rest and head.startswith(subject):

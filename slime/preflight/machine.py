@@ -20,14 +20,14 @@ from slime.utils.machine.accelerator import device_count
 from slime.utils.machine.cores import num_cores
 from slime.utils.machine.ports import is_port_available
 
-_SETS = 2  # of weights in shared memory: the version that engines serve, and the next
+_SETS = 2  # copies of the weights in shared memory: the served version and the next
 _LITTLE_DISK = 1 << 30
 _ROUTER_PATIENCE_S = 20.0
-_PROCESSES_PER_CORE, _MANY_PROCESSES = 8, 32  # beyond both, trainer ranks and engines get nowhere
+_PROCESSES_PER_CORE, _MANY_PROCESSES = 8, 32  # more processes than this would not make progress
 
 
 def check_machine(args: Args) -> Iterator[Finding]:
-    """Looks at this machine only: what the others of a Ray cluster have is known when Ray is asked."""
+    """Check the GPUs or cores of this machine; other hosts of a Ray cluster are known only once Ray runs."""
     if args.runtime != "ray":
         yield from _check_devices(args)
         yield from _check_port(args)
@@ -53,7 +53,7 @@ def _check_devices(args: Args) -> Iterator[Finding]:
 
 
 def _check_router(args: Args) -> Iterator[Finding]:
-    """A router that others run must be there, and have no engines of others."""
+    """Check that an external router can be reached, and that it has no engines of other runs."""
     host, port = args.sglang_router_ip, args.sglang_router_port
     if host is None or args.debug_train_only:
         return
@@ -61,7 +61,7 @@ def _check_router(args: Args) -> Iterator[Finding]:
         with urllib.request.urlopen(f"http://{host}:{port}/workers", timeout=_ROUTER_PATIENCE_S) as answer:
             workers = json.load(answer)["workers"]
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
-        text = f"no router answers at {host}:{port} (GET /workers: {error}): start it, or leave the flag out"
+        text = f"no router replies at {host}:{port} (GET /workers: {error}): start it, or leave the flag out"
         yield Finding("error", "--sglang-router-ip", f"{text} and slime starts one.")
         return
     ours = {read_address(address) for address in args.rollout_external_engine_addrs or ()}
@@ -77,7 +77,7 @@ def _check_port(args: Args) -> Iterator[Finding]:
     if port is None or args.debug_train_only or args.sglang_router_ip is not None:
         return
     if not is_port_available(port):
-        text = f"port {port} cannot be taken: choose another, or leave it to the run."
+        text = f"port {port} is not free: choose another, or leave the flag out."
         yield Finding("error", "--sglang-router-port", text)
 
 
@@ -148,5 +148,5 @@ def _check_room(args: Args) -> Iterator[Finding]:
 
 
 def weights_bytes(model: str | None) -> int:
-    """Bytes of the weight files in a local model folder; 0: not known."""
+    """Return the bytes of the weight files in a local model folder; 0: not known."""
     return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if model else 0

@@ -23,7 +23,7 @@ FLAG = "--hf-checkpoint"
 
 
 def check_model_files(args: Args) -> Iterator[Finding]:
-    """Every folder or hub name that a flag gives, and the policy's configuration."""
+    """Check every model folder or hub name that a flag gives, and the policy's configuration."""
     models = {FLAG: args.hf_checkpoint, "--ref-load": args.ref_load, "--critic-load": args.critic_load}
     models |= {"--opd-teacher-load": args.opd_teacher_load}
     models |= {f"model_path of {model.name}": model.model_path for model in args.engine_topology.models}
@@ -43,7 +43,7 @@ def check_model_files(args: Args) -> Iterator[Finding]:
 
 
 def _check_families(args: Args) -> Iterator[Finding]:
-    """Refuse to train families that nobody compared with transformers."""
+    """Refuse to train families that were never compared with transformers."""
     if args.debug_rollout_only or args.allow_unverified_model or args.custom_model_provider_path:
         return
     trained = {FLAG: args.hf_checkpoint, "--critic-load": args.critic_load}
@@ -62,7 +62,7 @@ def check_weights(args: Args) -> Iterator[Finding]:
         return
     of_their_own = args.rollout_external_engine_addrs or ENGINES[args.rollout_engine].own_python
     if args.debug_rollout_only and of_their_own:
-        return  # engines may have them from elsewhere
+        return  # engines may load them from another folder
     files = model_files(folder)
     if not files and not any(folder.glob("*.bin*")):
         yield Finding("error", FLAG, f"{folder} holds no weights: no *.safetensors and no *.bin file.")
@@ -79,7 +79,7 @@ def makes_prompts(args: Args) -> bool:
 
 
 def _check_config(model: str) -> Iterator[Finding]:
-    """Checks that a local folder has a configuration of an architecture that this transformers knows."""
+    """Check that a local folder has a configuration whose architecture the installed transformers knows."""
     config = read_config(model)
     if config and (why := _why_unknown(model, config)):
         yield Finding("error", FLAG, why)
@@ -99,14 +99,14 @@ def _why_unknown(model: str, config: dict[str, Any]) -> str | None:
         return None if kind in COMPUTED_AS else text
     try:
         AutoConfig.from_pretrained(model)
-    except Exception as error:  # what a value that no model can have raises is up to the model
+    except Exception as error:  # a model may raise anything for an invalid value
         said = " ".join(f"{type(error).__name__}: {error}".split())
         return f"{model}/config.json is refused by transformers ({said}); correct it, or copy it again."
     return None
 
 
 def check_tokenizer(args: Args) -> Iterator[Finding]:
-    """The tokenizer against the model's vocabulary, and against what the prompts need of it."""
+    """Check the tokenizer against the model's vocabulary and against the format of the prompts."""
     if args.hf_checkpoint is None or not makes_prompts(args):
         return
     try:
@@ -117,9 +117,9 @@ def check_tokenizer(args: Args) -> Iterator[Finding]:
     yield from _check_vocabulary(args.hf_checkpoint, tokenizer)
     if needs_template(args) and not getattr(tokenizer, "chat_template", None):
         text = (
-            f"the tokenizer of {args.hf_checkpoint} has no chat template, which makes text of messages; use "
-            "an instruction-tuned model, put a chat_template.jinja into the folder, or leave the flag out "
-            "and write prompts as text."
+            f"the tokenizer of {args.hf_checkpoint} has no chat template, which turns messages into text; "
+            "use an instruction-tuned model, put a chat_template.jinja into the folder, or leave the flag "
+            "out and write prompts as text."
         )
         yield Finding("error", "--apply-chat-template", text)
     if args.custom_generate_function_path is not None:
@@ -127,13 +127,13 @@ def check_tokenizer(args: Args) -> Iterator[Finding]:
 
 
 def template_notes(tokenizer: Any) -> Iterator[Finding]:
-    """Notes on talking in turns: whether the template keeps what was said, and where history forks."""
+    """Report how the chat template treats earlier turns, and where sessions fork."""
     if not getattr(tokenizer, "chat_template", None):
         return
     report = load_function(TEMPLATE_REPORT)(tokenizer)
     text = "it has the prefix property: the turns of a session are one sample"
     if not report.extends:
-        text = "new messages cannot be rendered behind an answer; every turn of a session is a sample"
+        text = "new messages cannot be appended to a response; every turn of a session is a sample of its own"
     elif report.forks:
         text = f"a session forks at {' and '.join(report.forks)}, which the template leaves out then"
     refused = f"; it does not take {' or '.join(report.refuses)}" if report.refuses else ""
@@ -141,7 +141,7 @@ def template_notes(tokenizer: Any) -> Iterator[Finding]:
 
 
 def _check_vocabulary(model: str, tokenizer: Any) -> Iterator[Finding]:
-    """Ids beyond the embedding matrix; tokens that somebody added, such as a pad, may never be used."""
+    """Compare token ids with the embedding matrix; added tokens, such as padding, may never occur."""
     size = vocabulary_of(model)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if size is None or largest < size:
@@ -150,7 +150,7 @@ def _check_vocabulary(model: str, tokenizer: Any) -> Iterator[Finding]:
     if tokenizer.vocab_size > size:  # without added tokens
         yield Finding("error", FLAG, f"{text}: tokenizer and weights are of different models.")
     else:
-        yield Finding("warning", FLAG, f"{text}: a prompt with such an added token cannot be computed.")
+        yield Finding("warning", FLAG, f"{text}: prompts must not contain such an added token.")
 
 
 def needs_template(args: Args) -> bool:

@@ -21,7 +21,7 @@ NEEDS_DOCSTRINGS = (
 
 
 def check_packages(args: Args) -> Iterator[Finding]:
-    """One error for each that is missing, with the command that installs it, or that cannot work here."""
+    """Report each package that is missing, with the command that installs it, or that cannot work here."""
     if sys.flags.optimize > 1:
         yield Finding("error", "transformers", f"{NEEDS_DOCSTRINGS}.")
     for flag, module, extra in _needed(args):

@@ -24,7 +24,7 @@ LOOKED_AT = 1000  # rows whose length is measured
 
 
 def check_rows(args: Args) -> Iterator[Finding]:
-    """Keys that no row has, and rows that no rollout could use, with file and line."""
+    """Check the keys of rows, and find rows that no rollout could use, with file and line."""
     for subject, path, fmt in prompt_files(args):
         try:
             first = next(iter(read_rows(path)), None)
@@ -40,7 +40,7 @@ def check_rows(args: Args) -> Iterator[Finding]:
 
 
 def _missing_keys(place: object, row: dict[str, object], fmt: PromptFormat) -> Iterator[Finding]:
-    prompt = None if fmt.prompt_template is not None else fmt.input_key  # a template's are checked by row
+    prompt = None if fmt.prompt_template is not None else fmt.input_key  # templates are checked by row
     for flag, key in (("--input-key", prompt), ("--label-key", fmt.label_key)):
         if key is not None and key not in row:
             text = f"{place}: no column {key!r}; the row has {sorted(row)}: name one of them."
@@ -54,7 +54,7 @@ def reads_prompts(args: Args) -> bool:
 
 
 def first_samples(args: Args, count: int) -> Iterator[Sample]:
-    """The first prompts as samples, as the data source would make them."""
+    """Return the first prompts as samples, as the data source would make them."""
     fmt = training_format(args)
     tokenizer = load_tokenizer(args.hf_checkpoint) if fmt.apply_chat_template else None
     for place, row in itertools.islice(read_rows(args.prompt_data or ()), count):
@@ -70,7 +70,7 @@ class PromptLengths:
 
 
 def usual_length(args: Args) -> float | None:
-    """Tokens of a prompt in the middle of the first ones; None: there are none that can be read now."""
+    """Return the median length of the first prompts in tokens; None: none can be read now."""
     try:
         readable = reads_prompts(args) and args.hf_checkpoint and not args.multimodal_keys
         return statistics.median(measure(args, 50).tokens) if readable else None
@@ -85,12 +85,12 @@ def measure(args: Args, count: int) -> PromptLengths:
 
 
 def check_lengths(args: Args) -> Iterator[Finding]:
-    """Statistics of the first prompts; all too long is an error, some are a warning."""
+    """Report statistics of the first prompts; it is an error if all are too long, a warning if some are."""
     if not reads_prompts(args) or args.multimodal_keys or not args.hf_checkpoint:
         return
     use = training_format(args).use
     if use is not PromptUse.ENGINE and args.rollout_max_prompt_len is None:
-        return  # what the rows are to a function of the user's, or to a supervised loss, is its own affair
+        return  # user functions and supervised losses have their own use of rows
     found = measure(args, LOOKED_AT)
     middle = f"median {statistics.median(found.tokens):.0f}"
     seen = f"{'' if found.whole else 'first '}{len(found.tokens)} prompts"
@@ -125,12 +125,12 @@ def _beyond_context(args: Args, found: PromptLengths) -> Iterator[Finding]:
         hopeless = count == len(kept) and found.whole and not ENGINES[args.rollout_engine].takes_sglang_flags
         text = (
             f"{count} of {len(kept)} prompts have up to {max(kept)} tokens, the model's context is {context}:"
-            f" no room for an answer; filter them with --rollout-max-prompt-len {context - 1} or less."
+            f" no room for a response; filter them with --rollout-max-prompt-len {context - 1} or less."
         )
         yield Finding("error" if hopeless else "warning", "--prompt-data", text)
     answer = args.rollout_max_response_len or 0
     cut = sum(length < context < length + answer for length in kept)
     if cut:
         after = f"{answer} tokens after the prompt go beyond the context of {context}"
-        text = f"{after} for {cut} of {len(kept)} prompts: their answers are cut earlier."
+        text = f"{after} for {cut} of {len(kept)} prompts: their responses are truncated earlier."
         yield Finding("warning", "--rollout-max-response-len", text)

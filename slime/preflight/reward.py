@@ -31,7 +31,7 @@ from slime.utils.types import Sample
 MADE_UP = "I do not know."
 DEADLINE_S = 3.0  # for all calls of a user's function
 WORKER_DEADLINE_S = 30.0  # for a built-in reward, whose process has packages to import first
-# Mistakes that no other answer would avoid; a KeyError may come from what an answer holds.
+# Errors that any response would cause; a KeyError may depend on the response.
 _CERTAIN = (NameError, ImportError, TypeError, ArithmeticError)
 
 
@@ -54,13 +54,13 @@ def check_reward(args: Args) -> Iterator[Finding]:
     if sample is None:
         return
     if not (args.custom_rm_path or args.rm_type or sample.metadata.get("rm_type")):
-        if not own:  # a function of the user's may score what it makes
+        if not own:  # a user function may score its own samples
             text = "no reward is given: set --rm-type, --custom-rm-path or rm_type in the rows' metadata."
             yield Finding("error", "--rm-type", text)
     elif _can_be_tried(args, sample):
         with tempfile.TemporaryDirectory(prefix="slime-preflight-") as scratch:
             found = list(_try(_Trial(args, scratch), sample))
-        # The reward may need what the user's own generate function adds to a sample; a made-up one lacks it.
+        # The reward may need something that the user's generate function adds to a sample.
         yield from (replace(one, kind="warning") for one in found if one.kind == "error") if own else found
 
 
@@ -82,12 +82,12 @@ def _can_be_tried(args: Args, sample: Sample) -> bool:
         return not args.custom_rm_path.startswith("slime.")  # those ask a teacher
     row = _row(args, sample)
     if row is None:
-        return True  # the call reports that there is none of that name
+        return True  # the call reports an unknown name
     return not row.is_remote and (row.package is None or is_installed(row.package.replace("-", "_")))
 
 
 def _row(args: Args | PluginArgs, sample: Sample) -> Reward | None:
-    """Return the built-in reward of a sample; None: a function of the user scores it."""
+    """Return the built-in reward of a sample; None: a user function scores it."""
     return None if args.custom_rm_path else find_reward(sample.metadata.get("rm_type") or args.rm_type)
 
 
@@ -96,7 +96,7 @@ class _Trial:
 
     def __init__(self, args: Args, scratch: str):
         given = plugin_args(args, RunInfo(run_id="preflight", run_dir=scratch))
-        # One call is one call: no retries, and no failure ends anything.
+        # No retries, and no failure ends the run.
         limits = {**args.limits, "reward-retries": 0, "reward-failures": 1 << 30}
         changes = {"limits": limits, "reward_failure_action": "drop"}
         self.args = _Watched(**vars(given) | changes)
@@ -119,7 +119,7 @@ class _Trial:
 
 
 def _try(trial: _Trial, sample: Sample) -> Iterator[Finding]:
-    """Score a made-up answer and the label, in one call where the reward scores whole groups.
+    """Score a made-up response and the label, in one call if the reward scores whole groups.
 
     A custom reward also gets the label followed by the token that ends a response, as engines return it.
     """
@@ -151,10 +151,10 @@ def _try(trial: _Trial, sample: Sample) -> Iterator[Finding]:
 
 
 def _failed(subject: str, failures: list[Exception | None]) -> Finding:
-    """Describe calls that raised or returned no score; an error if no other answer could avoid it."""
+    """Report calls that raised or returned no score; an error if every response would fail like this."""
     errors = [error for error in failures if error is not None]
     if any(isinstance(error, TimeoutError) for error in errors):
-        text = "it did not answer in time, and was not tried again; --skip-preflight reward skips this"
+        text = "it did not return in time, and was not tried again; --skip-preflight reward skips this"
         return Finding("warning", subject, text)
     wrong_values = [error for error in errors if error.__cause__ is None]
     certain = wrong_values or all(error is not None and _is_certain(error.__cause__) for error in failures)
@@ -164,14 +164,14 @@ def _failed(subject: str, failures: list[Exception | None]) -> Finding:
 
 
 def _is_certain(error: BaseException | None) -> bool:
-    """No answer gives a sample an attribute that it lacks; one of a match may lack for this answer only."""
+    """Return whether every response would fail; a missing attribute of a match may be due to this one."""
     if isinstance(error, AttributeError):
         return isinstance(error.obj, Sample)
     return isinstance(error, _CERTAIN)
 
 
 def right_answer(args: PluginArgs, sample: Sample) -> str:
-    """Return the label in the form that a built-in reward looks for; a custom one gets it as it is."""
+    """Return the label as a response in which a built-in reward finds it; unchanged for a custom one."""
     label = str(sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label)
     row = _row(args, sample)
     if row is not None and (row.reads_box or (args.rm_type or "").startswith("boxed_")):
@@ -181,7 +181,7 @@ def right_answer(args: PluginArgs, sample: Sample) -> str:
 
 
 def _answered(args: PluginArgs, sample: Sample, answer: str) -> Sample:
-    """Return the sample as if the model had given this answer."""
+    """Return a copy of the sample with this response."""
     tried = copy.deepcopy(sample)
     tried.index = tried.group_index = 0
     tried.response, tried.status = answer, Sample.Status.COMPLETED
@@ -194,7 +194,7 @@ def _answered(args: PluginArgs, sample: Sample, answer: str) -> Sample:
 
 
 def _compare(trial: _Trial, tried: list[Sample]) -> Iterator[Finding]:
-    """Report the scores of the made-up answer, the label, and the label with its end token."""
+    """Report the scores of the made-up response, the label, and the label with its end token."""
     low, high, *rest = (trial.value(sample) for sample in tried)
     if low is None or high is None:
         return
@@ -203,7 +203,7 @@ def _compare(trial: _Trial, tried: list[Sample]) -> Iterator[Finding]:
     if high > low:
         yield Finding("note", trial.subject, both)
     else:
-        text = f"{both}: does the right answer score well? Look at the reward and the labels."
+        text = f"{both}: does the right answer score well? Check the reward and the labels."
         yield Finding("warning", trial.subject, text)
     has_end = len(tried) == 3 and tried[2].response.startswith(tried[1].response)
     if has_end and rest[0] is not None and rest[0] < high:

@@ -42,7 +42,7 @@ _STEP_S = 0.005  # of an engine or a micro-batch, however small the model
 _LOGITS = 512 << 20  # one block of them with its gradient
 _KV_SHARE, _KV_ON_CPU = 0.4, 256 << 20  # as the embedded engine takes it
 _PROBE, _PROBES = 384, 32  # rows of the matrices whose product is timed, and how often
-_PROCESS = 600 << 20  # Python with its libraries, which stands where the model is if there is no GPU
+_PROCESS = 600 << 20  # Python with its libraries, in the same memory as the model if there is no GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class RunPlan:
     take_turns: bool
     generate_s: float
     train_s: float
-    push_s: float = 0.0  # weights to the engines; 0 where nothing is pushed, or where it is not known
+    push_s: float = 0.0  # time of a weight push; 0: nothing is pushed, or it is unknown
     response_tokens: float = 0.0  # mean length that the seconds assume; 0: the run generates nothing
     copies: float = 0.0  # --peer-copies, in the shared memory of the machine
 
     @property
     def peak(self) -> float:
-        """Bytes of the fullest device."""
+        """Return the bytes of the fullest device."""
         sides = sum(self.trainer.values()), sum(self.engine.values())
         both = self.trainer.get("weights", 0.0) + self.engine.get("weights", 0.0)  # while weights travel
         return max(*sides, both) if self.take_turns else max(sides)
@@ -130,8 +130,8 @@ class Device:
 def plan_run(
     args: Args, device: Device, prompt_tokens: float | None = None, response_tokens: float | None = None
 ) -> RunPlan:
-    """Estimate a run; ValueError where the model is not here, or is of an unknown kind."""
-    assert args.hf_checkpoint is not None, "a plan is made from a model"
+    """Estimate a run; ValueError if its model is not on this machine, or of an unknown kind."""
+    assert args.hf_checkpoint is not None, "a plan needs a model"
     work = _work(args, prompt_tokens, response_tokens)
     trains, serves = not args.debug_rollout_only, not args.debug_train_only
     with known_shape(f"--hf-checkpoint {args.hf_checkpoint}"):
@@ -143,7 +143,7 @@ def plan_run(
         generate_s, train_s, push_s = seconds(args, model, device, work)
     copies = 0.0
     if args.peer_copies:
-        # Of this machine: what its ranks write, and what the machine before it does.
+        # This machine holds the copies of its own ranks and of its predecessor's.
         shares = (args.actor_num_gpus_per_node or 1) * (2 if args.actor_num_nodes > 1 else 1)
         copies = 2.0 * shares * (trainer.get("weights", 0.0) + trainer.get("optimizer", 0.0))
     if not device.is_gpu:
@@ -216,12 +216,12 @@ def _sizes(args: Args) -> Sizes:
 
 
 def _trained_share(args: Args, model: dict[str, Any]) -> float:
-    """The share of parameters that is trained; a matrix of m x n has adapters of rank x (m + n)."""
+    """Return the share of trained parameters; a matrix of m x n has adapters of rank x (m + n)."""
     return 2 * args.lora_rank / model["hidden_size"] if args.lora_rank else 1.0
 
 
 def _fsdp_memory(args: Args, model: dict[str, Any], sizes: Sizes, device: Device) -> dict[str, float]:
-    """FSDP keeps masters in float32, and gathers a layer at a time in the precision of the passes."""
+    """Return bytes by purpose: FSDP keeps masters in fp32, and gathers a layer in the passes' precision."""
     item, tokens = device.item_bytes(args), _tokens_at_once(args)
     layers = range(model["num_hidden_layers"])
     each = [layer_parameters(model, layer).total for layer in layers]
@@ -317,9 +317,9 @@ def _cpu_seconds(
 def _cpu_operations_per_second() -> float:
     """Time the product of two small matrices on this CPU."""
     matrix, best, threads = torch.ones(_PROBE, _PROBE), float("inf"), torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for each other where other programs run as well
+    torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
     try:
-        for _ in range(_PROBES):  # the fastest counts: others were interrupted
+        for _ in range(_PROBES):  # the fastest run counts: others were interrupted
             started = time.perf_counter()
             matrix @ matrix
             best = min(best, time.perf_counter() - started)

@@ -35,17 +35,17 @@ _SHARE_WIDE, _SHARE_PER_WIDTH, _SHARE_EXPERTS = 0.837, 280.0, 0.73
 # other. Admitting a request interrupts the decode passes of all others.
 _DECODE_S, _DECODE_LAYER_S, ADMIT_S = 1.25e-3, 14e-6, 6.2e-3
 _DECODE_SHARE, _PREFILL_SHARE = 0.95, 0.74  # of the matrix rate
-_CACHE_SHARE = 0.73  # of the memory rate that attention reaches when it reads the KV cache
+_CACHE_SHARE = 0.73  # share of the memory rate that attention reaches on the KV cache
 _HOP_S = 12e-6  # one collective between GPUs of a machine; ten times that between machines
-_BUSIEST_EXPERT = 2.0  # load of the busiest over the mean
-_HIDDEN = 0.7  # of the gradient and parameter traffic, behind the backward pass
-_ROOM, _TRAINER_ROOM = 0.88, 0.92  # of a GPU's memory that an engine takes, or a trainer
+_BUSIEST_EXPERT = 2.0  # load of the busiest expert over the mean
+_HIDDEN = 0.7  # share of gradient and parameter traffic hidden by the backward pass
+_ROOM, _TRAINER_ROOM = 0.88, 0.92  # share of a GPU's memory for an engine or a trainer
 # Bytes per second of a push on one machine; with more it grows as the square root of their number.
 PUSH_RATES = {"same GPU": 60e9, "shared GPUs": 9e9, "broadcast": 8e9}
 _PUSH_S, PAUSE_S = 0.9, 0.13  # PAUSE_S: for how long engines are paused in it
-SWAP_S = 2.0  # engine and trainer change places on the device, both ways
+SWAP_S = 2.0  # hand-over of the device between engine and trainer, both ways
 _MAX_RUNNING = 256
-_LONG = 16_384  # tokens; shorter samples are not cut by context parallelism
+_LONG = 16_384  # tokens; shorter samples are not split by context parallelism
 
 ASSUMPTIONS = (
     "training: (0.837 - 280 / width) of the matrix rate with attention counted, 0.73 of that with experts",
@@ -55,13 +55,13 @@ ASSUMPTIONS = (
     "collectives of tensor and expert parallelism are not hidden; 70 % of gradient and parameter traffic is",
     "the busiest expert has 2 times the mean load; pipeline bubble (pp - 1) / (micro-batches + pp - 1)",
     "a push: 0.9 s + bytes at 60 GB/s on one GPU; on m machines 9 (in turns) or 8 GB/s x sqrt(m)",
-    "rewards take no time; answers are log-normal unless said otherwise; bf16 everywhere",
+    "rewards take no time; response lengths are log-normal unless said otherwise; bf16 everywhere",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One rollout. `spread`: sigma of the logarithm of answer lengths; 0: all have the mean.
+    """One rollout. `spread`: sigma of the logarithm of response lengths; 0: all have the mean.
 
     `passes`: without gradients before training (old policy, reference).
     """
@@ -73,10 +73,10 @@ class Work:
     longest: float = math.inf
     passes: int = 1
     optimizer_steps: int = 1
-    siblings: int = 1  # samples of one prompt, which an engine computes once
+    siblings: int = 1  # samples per prompt; an engine computes the prompt once
 
     def lengths(self) -> Sequence[float]:
-        """Answer lengths at equally likely places of the distribution, with the mean as given."""
+        """Return response lengths at equally likely quantiles, scaled to the given mean."""
         return _lengths(self.answer, self.spread, self.longest)
 
     @property
@@ -90,7 +90,7 @@ def _lengths(mean: float, spread: float, longest: float, count: int = 64) -> tup
         return (mean,) * count
     places = [math.exp(spread * NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
     scale = mean / (sum(places) / count)
-    for _ in range(8):  # what is cut off makes the others longer
+    for _ in range(8):  # truncated lengths make the others longer
         scale *= mean / (sum(min(longest, scale * place) for place in places) / count)
     return tuple(min(longest, scale * place) for place in places)
 
@@ -115,11 +115,11 @@ class Model:
             heads = config["num_attention_heads"]
             width = config.get("head_dim") or config["hidden_size"] // heads
             cached = 2 * (config.get("num_key_value_heads") or heads) * width
-        self.cache_bytes = 2.0 * layers * cached  # of one token, bf16
+        self.cache_bytes = 2.0 * layers * cached  # bytes per token, bf16
 
     @property
     def share(self) -> float:
-        """The share of the matrix rate that training reaches."""
+        """Return the share of the matrix rate that training reaches."""
         dense = max(0.2, _SHARE_WIDE - _SHARE_PER_WIDTH / self.hidden)
         return dense * (_SHARE_EXPERTS if self.experts else 1.0)
 
@@ -184,7 +184,7 @@ class EnginePlan:
 
 
 def engine_plans(model: Model, gpu: GpuRow, work: Work, *, most: int) -> Iterator[EnginePlan]:
-    """Sizes whose weights fit and leave room for caches."""
+    """Yield engine sizes whose weights fit and leave room for caches."""
     for gpus in (1, 2, 4, 8, 16, 32):
         room = _ROOM * gpu.capacity * gpus - 2 * model.parameters
         each = model.cache_bytes * (work.prompt + max(work.lengths()))
@@ -221,11 +221,11 @@ def train_plan(
     tokens_at_once: int = 16_384,
     recompute: bool = False,
 ) -> TrainPlan:
-    """ValueError where the model cannot be cut so."""
+    """Plan the training under a layout; ValueError if the model cannot be split like this."""
     lengths = [work.prompt + n for n in work.lengths()]
     forward = model.forward_flops(lengths) / len(lengths) * work.samples
     passes = work.passes + 3 + recompute
-    local = work.tokens / (sizes.dp * sizes.cp)  # tokens that one rank sees
+    local = work.tokens / (sizes.dp * sizes.cp)  # tokens per rank
     micro = max(1, round(local / work.optimizer_steps / tokens_at_once))
     options = Namespace(
         num_micro_batches=min(micro, 2 * sizes.pp),  # enough to fill the pipeline
@@ -241,7 +241,7 @@ def train_plan(
     parts = {"compute": compute}
     if model.experts:
         imbalance = expert_imbalance(model.experts, sizes.ep, _BUSIEST_EXPERT)
-        parts["expert imbalance"] = compute * (imbalance - 1) * 2 / 3  # what of it experts compute
+        parts["expert imbalance"] = compute * (imbalance - 1) * 2 / 3  # share that experts compute
     talks = 2 * (passes - work.passes) / 3 * 2 + work.passes * 2  # all-reduces of a layer
     if sizes.tp > 1:
         rate = gpu.link if sizes.tp <= gpu.per_node else gpu.network
@@ -296,7 +296,7 @@ def layouts(model: Model, gpu: GpuRow, ranks: int, work: Work) -> Iterator[Sizes
 
 
 def last_stage(layers: int, pp: int) -> int | None:
-    """Layers of the last stage where they do not divide: 61 on 16 stages are 15 times 4 and 1."""
+    """Return the layers of the last stage where they do not divide: 61 on 16 stages are 15 times 4 and 1."""
     if pp == 1 or layers % pp == 0:
         return None
     return layers - (pp - 1) * -(-layers // pp)
@@ -304,7 +304,7 @@ def last_stage(layers: int, pp: int) -> int | None:
 
 @functools.lru_cache(maxsize=4096)
 def best_training(model: Model, gpu: GpuRow, ranks: int, work: Work) -> TrainPlan | None:
-    """The fastest way to spread the training over the ranks; None where no layout fits into their memory."""
+    """Return the fastest layout of the training; None: no layout fits into memory."""
     found: TrainPlan | None = None
     for sizes in layouts(model, gpu, ranks, work):
         for recompute in (False, True):
@@ -325,13 +325,13 @@ def push_seconds(model: Model, gpu: GpuRow, gpus: int, *, apart: bool) -> float:
 
 
 def model_of(name: str) -> Model:
-    """A model of the catalog, or of a folder; ValueError where its costs cannot be counted."""
+    """Return a model of the catalog or of a folder; ValueError if its costs cannot be computed."""
     with known_shape(f"--model {name}"):
         return Model(model_config(name))
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """The config of a model of the catalog, or of a folder."""
+    """Return the config of a model of the catalog or of a folder."""
     key = name.rpartition("/")[2].lower()
     if key in MODELS:
         return MODELS[key]

@@ -18,7 +18,7 @@ from slime.utils.models.model_files import why_no_upload
 
 
 def check_megatron_folders(args: Args) -> Iterator[Finding]:
-    """The list of tensors of each such checkpoint against the model's family and the files beside it."""
+    """Compare the list of tensors of each such checkpoint with the model's family and with its files."""
     given = {"--load": args.start_from, "--ref-load": args.ref_load, "--critic-load": args.critic_load}
     given |= {"--opd-teacher-load": args.opd_teacher_load}
     flags: dict[str, str] = {}
@@ -43,12 +43,12 @@ def check_megatron_folders(args: Args) -> Iterator[Finding]:
 
 
 def check_served(args: Args) -> Iterator[Finding]:
-    """The embedded engine computes attention; models with other layers need another engine."""
+    """Check that the embedded engine supports the model's layers: it computes attention only."""
     if args.debug_train_only or args.rollout_external_engine_addrs:
         return
     kind = ENGINES[args.rollout_engine]
     if kind.own_python:
-        return  # its own version of transformers decides, when it starts
+        return  # its own version of transformers decides at its start
     for model in args.engine_topology.models:
         config = _config(model.model_path) if model.num_engines else None
         why = kind.rules.why_unserved(config) if config is not None else None
@@ -59,7 +59,7 @@ def check_served(args: Args) -> Iterator[Finding]:
 
 
 def check_hub_login(args: Args) -> Iterator[Finding]:
-    """Whoever uploads models must be logged in; offline nothing is asked."""
+    """Check that a run that uploads models is logged in; nothing is checked offline."""
     if args.push_to_hub is not None and (found := why_no_upload()) is not None:
         sure, why = found
         yield Finding("error" if sure else "warning", "--push-to-hub", why)

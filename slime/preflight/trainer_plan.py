@@ -45,7 +45,7 @@ class Sizes:
     etp: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
-    last_layers: int | None = None  # of the last stage, where it differs from the others
+    last_layers: int | None = None  # layers of the last stage, if they differ
 
     @property
     def dp(self) -> int:
@@ -144,7 +144,7 @@ def read_model(path: str) -> dict[str, Any]:
 
 @contextmanager
 def known_shape(path: str) -> Iterator[None]:
-    """Around what is counted from a config: ValueError where that has not the sizes it is counted from."""
+    """Turn errors about missing sizes of a config into one ValueError."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -166,7 +166,7 @@ def has_experts(model: dict[str, Any], layer: int) -> bool:
 
 
 def _attention_widths(model: dict[str, Any]) -> tuple[int, int]:
-    """The width of all queries together, and of all keys and values together."""
+    """Return the width of all queries together, and of all keys and values together."""
     heads = model["num_attention_heads"]
     if model.get("kv_lora_rank"):
         key = model["qk_nope_head_dim"] + model["qk_rope_head_dim"]
@@ -194,7 +194,7 @@ def _shared_width(model: dict[str, Any]) -> int:
 
 
 def _expert_width(model: dict[str, Any]) -> int:
-    """Models that have experts alone, as Mixtral has, name their width as others name a dense one."""
+    """Return the width of an expert; models that have only experts use the key of dense models."""
     width: int = model.get("moe_intermediate_size") or model["intermediate_size"]
     return width
 
@@ -213,7 +213,7 @@ def layer_parameters(model: dict[str, Any], layer: int) -> Parameters:
 
 
 def parameters_of(model: dict[str, Any], layers: Sequence[int]) -> Parameters:
-    """All these layers together; those with experts are alike, and so are those without."""
+    """Return the parameters of these layers; all layers with experts are alike, and so are all others."""
     held = Parameters()
     for alike in _alike(model, layers):
         one = layer_parameters(model, alike[0])
@@ -229,7 +229,7 @@ def _alike(model: dict[str, Any], layers: Sequence[int]) -> list[list[int]]:
 
 
 def outside_parameters(model: dict[str, Any]) -> dict[str, Parameters]:
-    """Parameters of the embedding, and of output matrix and last norm; a tied one has no matrix."""
+    """Return parameters of embedding, output matrix and last norm; a tied output matrix has none."""
     matrix = model["vocab_size"] * model["hidden_size"]
     head = 0 if model.get("tie_word_embeddings") else matrix
     return {"first": Parameters(cut=matrix), "last": Parameters(cut=head, whole=model["hidden_size"])}
@@ -261,14 +261,14 @@ def _stage_memory(
         dense + experts,
         _WEIGHT * (dense + experts),
         _GRADIENT * (dense + experts),
-        # Weights from host memory come for the step, when activations are gone.
+        # Weights kept in host memory are loaded for the step, when activations are freed.
         (_MASTER + moment_bytes(options)) * stepped - away + max(0.0, away - activations),
         activations,
     )
 
 
 def moment_bytes(settings: Any, *, on_gpu: bool = True) -> float:
-    """Bytes on the device of both moments of one parameter, from the run's settings or those of a plan."""
+    """Return bytes on the device of both moments of one parameter, from a run's settings or a plan's."""
     both = MOMENT_BYTES[settings.exp_avg_dtype] + MOMENT_BYTES[settings.exp_avg_sq_dtype]
     return both * (1.0 - _share_away(settings) if on_gpu else 1.0)
 
@@ -278,7 +278,7 @@ def _share_away(settings: Any) -> float:
 
 
 def _layers_of(stage: int, counts: list[int], chunks: int) -> list[int]:
-    """Numbers of the layers of a stage; an interleaved one holds every pp-th chunk of layers."""
+    """Return the layers of a stage by number; an interleaved stage holds every pp-th chunk of layers."""
     all_stages, before, own = (n // chunks for n in (sum(counts), sum(counts[:stage]), counts[stage]))
     return [chunk * all_stages + before + i for chunk in range(chunks) for i in range(own)]
 
@@ -310,11 +310,11 @@ def _most_kept(stage: int, stages: int, chunks: int, micro_batches: int) -> floa
 
 
 def kept_per_token(model: dict[str, Any], sizes: Sizes, layer: int) -> float:
-    """Numbers that a layer keeps per token for the backward pass."""
+    """Return how many numbers a layer keeps per token for the backward pass."""
     hidden, (query, key_value) = model["hidden_size"], _attention_widths(model)
     split = sizes.tp if sizes.sequence_parallel else 1
     if has_experts(model, layer):
-        # Each rank sends its tokens to their experts once; ranks that share an expert see each other's.
+        # Each rank sends its tokens to their experts once; ranks that share an expert exchange tokens.
         each = 3 * _expert_width(model) + 2 * hidden * sizes.etp
         mlp = 3 * _shared_width(model) / sizes.tp + model["num_experts_per_tok"] * each / split
     else:

@@ -21,10 +21,10 @@ from slime.utils.errors import RunStopped
 from slime.utils.types import RolloutBatch
 
 SHOWN_TOKENS = 5
-# Rounding scatters to both sides; a difference above FROM with more than SHARE to one side is another thing.
+# Rounding scatters to both sides; a difference above FROM with more than SHARE on one side is not rounding.
 ONE_SIDED_FROM = 0.02
 ONE_SIDED_SHARE = 0.5
-ONE_SIDED_TOKENS = 256  # of fewer it may be chance
+ONE_SIDED_TOKENS = 256  # with fewer tokens it may be chance
 
 LogProbs = Mapping[int, Tensor]  # position in the rank's batch -> [R_i] of the trainer, on the CPU
 
@@ -40,9 +40,9 @@ class Difference:
     version: int  # of the trainer
     counts: Tensor  # [LAGS] tokens
     totals: Tensor  # [LAGS] absolute differences
-    lags: float  # sum of lags, none cut off at LAGS
+    lags: float  # sum of lags, without the limit LAGS
     signed: float  # trainer - engine, of fresh tokens
-    shifted: tuple[float, float]  # mean difference to the engine's log-prob of the token before, after
+    shifted: tuple[float, float]  # mean difference to the engine's previous and next log-prob
 
     @property
     def num_fresh(self) -> int:
@@ -91,9 +91,9 @@ class Agreement:
         log_probs: LogProbs | None,
         version: int | None,
     ) -> dict[str, float]:
-        """Compare the `log_probs` of the trainer, whose weights engines know as `version`, with theirs.
+        """Compare the `log_probs` of the trainer, whose weights engines know as `version`, with the engines'.
 
-        `log_probs` None: a loss of the user's own made them and kept them to itself. `version` None: no
+        `log_probs` None: the loss is a user's own, which does not return them. `version` None: no
         engine knows the weights. Stops the run where fresh tokens differ by more than the threshold, warns
         about all else; returns metrics.
         """
@@ -179,11 +179,11 @@ def _why_not(batch: RolloutBatch, version: int | None) -> str:
         )
     if version is None:
         return "no engines got the trainer's weights (--debug-train-only, or replayed samples)."
-    return "--loss-type custom_loss has no pass of ours before it (it has one where advantages are computed)."
+    return "--loss-type custom_loss runs no log-prob pass before it, except where advantages are computed."
 
 
 def threshold_of(backend: TrainBackend, args: Flags) -> float:
-    """--logprob-diff-threshold, or what the precision of both sides allows; engines follow the trainer's."""
+    """Return --logprob-diff-threshold, or the default for the precision of trainer and engines."""
     if args.logprob_diff_threshold is not None:
         return args.logprob_diff_threshold
     alike = backend.compute_dtype == torch.float32
@@ -191,7 +191,7 @@ def threshold_of(backend: TrainBackend, args: Flags) -> float:
 
 
 def measure(backend: TrainBackend, batch: RolloutBatch, log_probs: LogProbs, version: int) -> Difference:
-    """A collective: every rank calls it, also one without samples."""
+    """Measure the differences over all ranks: every rank calls this, also one without samples."""
     trainer, engine, mask, lag, sample = _joined(batch, log_probs, version)
     gap = trainer - engine
     bucket = lag.clamp(max=LAGS - 1)[mask]
@@ -215,9 +215,9 @@ def measure(backend: TrainBackend, batch: RolloutBatch, log_probs: LogProbs, ver
 def _joined(
     batch: RolloutBatch, log_probs: LogProbs, version: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Trainer's log-probs, engine's, whether trained, versions behind, number of the sample; each [T].
+    """Return log-probs of trainer and engine, whether trained, versions behind, sample index; each [T].
 
-    Together, since a dozen operations on each of hundreds of samples take longer than a small model's step.
+    Joined, because a dozen operations on each of hundreds of samples take longer than a small model's step.
     """
 
     def joined(rows: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
@@ -237,7 +237,7 @@ def _joined(
 
 
 def _likely_cause(difference: Difference, temperature: float) -> str:
-    """A sentence about a difference that is no rounding, after a blank; empty: nothing points anywhere."""
+    """Return a sentence (after a blank) with the likely cause of a difference; empty: none is apparent."""
     if difference.fresh < ONE_SIDED_FROM:
         return ""
     before, after = difference.shifted
@@ -257,7 +257,7 @@ def _likely_cause(difference: Difference, temperature: float) -> str:
 
 
 def _fp8_remedy(rounding: str) -> str:
-    """A sentence with a blank before it, where engines in FP8 may have missed small updates; else empty."""
+    """Return a hint (after a blank) if engines in FP8 may have missed small updates; else ""."""
     if rounding != "nearest":
         return ""
     return (
@@ -283,7 +283,7 @@ def _apart(
 
 
 def _worst(batch: RolloutBatch, log_probs: LogProbs, version: int) -> list[tuple[int, int]]:
-    """Position in the batch and in the response of the fresh tokens that are farthest apart."""
+    """Return the positions (in the batch, in the response) of the fresh tokens that differ most."""
     trainer, engine, mask, lag, sample = _joined(batch, log_probs, version)
     gaps = torch.where(mask & (lag == 0), (trainer - engine).abs(), -1.0)
     largest = gaps.topk(min(SHOWN_TOKENS, len(gaps)))

@@ -20,7 +20,7 @@ GRAD_NORM_TOLERANCE = 0.01  # relative and absolute
 def check_step(
     args: Flags, backend: TrainBackend, rollout_id: int, step_id: int, metrics: dict[str, float]
 ) -> None:
-    """Called after an optimizer step of the policy on every rank; `metrics` are the same on all."""
+    """Check an optimizer step of the policy, on every rank; `metrics` are the same on all ranks."""
     if args.ci_test and not args.ci_disable_kl_checker and rollout_id == step_id == 0 and args.load is None:
         _check_kl(args, backend, metrics)
     place = {"role": "actor", "rollout_id": rollout_id, "step_id": step_id}
@@ -36,7 +36,7 @@ def check_step(
 
 
 def _check_kl(args: Flags, backend: TrainBackend, metrics: dict[str, float]) -> None:
-    """Before the first update the policy is its reference and its own old policy."""
+    """Check that before the first update the policy equals its reference and its old policy."""
     same = args.ref_load in (None, args.start_from)
     names = ["train/ppo_kl"] + ["train/kl_loss"] * same
     limit = ON_POLICY_LIMITS.get(backend.compute_dtype, 1e-3)
@@ -44,7 +44,7 @@ def _check_kl(args: Flags, backend: TrainBackend, metrics: dict[str, float]) -> 
     if apart:
         shown = ", ".join(f"{name} {value:.3g}" for name, value in apart.items())
         raise RunStopped(
-            f"--ci-test: {shown} in the first step, where nothing was learnt yet (limit {limit:g}); "
+            f"--ci-test: {shown} in the first step, where the policy is still unchanged (limit {limit:g}); "
             "--ci-disable-kl-checker leaves this out."
         )
 

@@ -22,7 +22,7 @@ def train_critic(
     value_clip: float,
     per_token: bool,
 ) -> dict[str, float]:
-    """One optimizer step of the critic towards the returns; its metrics are `train/critic-*`."""
+    """Take one optimizer step of the critic towards the returns; its metrics are `train/critic-*`."""
     tokens = {"values": batch["values"], "returns": batch["returns"]}
     mbs = build_micro_batches(batch, step.micro_batches, tokens)
     per = "tokens" if per_token else "rollouts"
@@ -33,7 +33,7 @@ def train_critic(
 
 
 def value_loss(watch: TokenWatch, value_clip: float, per_token: bool) -> Loss:
-    """Needs `values` (those before the update) and `returns` among the micro-batch's tokens."""
+    """Clipped value loss; the micro-batch has `values` (before the update) and `returns`."""
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         assert out.values is not None, "a critic has a head for values"

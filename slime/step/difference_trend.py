@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 GROWTH = 3.0  # times the difference after the first push
-SHARE_OF_THRESHOLD = 0.25  # of --logprob-diff-threshold; what lies below is rounding, however it grows
-NUM_READINGS = 2  # that must lie so far apart, one after the other: a single batch may be odd
+SHARE_OF_THRESHOLD = 0.25  # share of --logprob-diff-threshold; below it, growth is rounding
+NUM_READINGS = 2  # consecutive readings that must be too far: a single batch may be odd
 ENOUGH_TOKENS = 256  # of one reading
 
 
@@ -23,10 +23,10 @@ class DifferenceTrend:
 
     _first: tuple[int, float] | None = None  # version, difference
     _last: int = -1
-    _apart: list[float] = field(default_factory=list)  # readings in a row that lie too far above the first
+    _apart: list[float] = field(default_factory=list)  # consecutive readings too far above the first
 
     def note(self, version: int, difference: float, num_tokens: int, threshold: float) -> Drift | None:
-        """Takes one reading per version; returns a drift where the last ones have grown too far."""
+        """Record one reading per version; return a drift if the last readings have grown too far."""
         if num_tokens < ENOUGH_TOKENS or version <= self._last:
             return None
         self._last = version

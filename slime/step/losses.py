@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def build_loss(args: Flags, batch: RolloutBatch, watch: TokenWatch) -> Loss:
     """The loss that `--loss-type` names, over the given batch (custom losses see its per-sample lists).
 
-    `watch` sees the per-token terms; a loss of the user's own has none that we know.
+    `watch` gets the per-token terms; those of a user's own loss are unknown.
     """
     if args.loss_type == "policy_loss":
         return Loss(policy_loss(args, watch), needs_entropy=True)
@@ -70,7 +70,7 @@ def _sft_loss(args: Flags, watch: TokenWatch) -> LossFunction:
 
 def _custom_loss(args: Flags, batch: RolloutBatch, path: str) -> LossFunction:
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
-        assert out.logits is not None, "a loss of the user's own asks for them"
+        assert out.logits is not None, "a custom loss requires them"
         if not mb.positions:
             return out.logits.sum() * 0.0, {}
         inputs = args, micro_batch_dict(batch, mb), out.logits, loss_reducer(args, mb)

@@ -40,7 +40,7 @@ class Corrected:
 
 
 def policy_loss(args: Flags, watch: TokenWatch) -> LossFunction:
-    """The loss function of --loss-type policy_loss; `watch` sees the per-token terms of each micro-batch."""
+    """Return the loss function of --loss-type policy_loss; `watch` gets the per-token terms."""
     own = ("sapo_tau_pos", "sapo_tau_neg", "dppo_delta")
     options = PolicyOptions(
         eps_clip=args.eps_clip,
@@ -88,9 +88,9 @@ def policy_loss(args: Flags, watch: TokenWatch) -> LossFunction:
 
 
 def loss_reducer(args: Flags, mb: MicroBatch, mask: Tensor | None = None) -> Reducer:
-    """Flat per-token values -> the sum that --loss-reduction asks for.
+    """Return a function: flat per-token values -> the sum that --loss-reduction asks for.
 
-    `mask` [R] leaves tokens out of that sum; what it is divided by counts all trained tokens, as without it.
+    `mask` [R] leaves tokens out of that sum; its divisor still counts all trained tokens.
     """
     per_rollout, constant = mb.rollout_mask_sums, args.rollout_max_response_len
     weights = reduction_weights(
@@ -101,14 +101,14 @@ def loss_reducer(args: Flags, mb: MicroBatch, mask: Tensor | None = None) -> Red
 
 
 def mean_reducer(args: Flags, mb: MicroBatch) -> Reducer:
-    """Like `loss_reducer`, but always a mean over the step, which a constant denominator would not give."""
+    """Like `loss_reducer`, but always a mean over the step, even if the reduction's divisor is constant."""
     reduction = "rollout_mean" if args.loss_reduction == "constant" else args.loss_reduction
     weights = reduction_weights(reduction, mb.loss_mask, mb.segments, mb.rollout_mask_sums)
     return lambda values: weighted_sum(values, weights)
 
 
 def _pg_reducer(args: Flags, mb: MicroBatch, default: Reducer, mask: Tensor | None) -> Reducer:
-    """The reducer of the policy-gradient term alone, which a plug-in may replace."""
+    """Return the reducer of the policy-gradient term alone, which a plug-in may replace."""
     path = args.custom_pg_loss_reducer_function_path
     if not path or not mb.positions:
         return default
@@ -121,7 +121,7 @@ def _pg_reducer(args: Flags, mb: MicroBatch, default: Reducer, mask: Tensor | No
 
 
 def _trained(mb: MicroBatch, key: str, log_probs: Tensor) -> Tensor:
-    """Recorded values of trained tokens; elsewhere the current log-prob, so that no ratio can overflow."""
+    """Return recorded values of trained tokens, and the current log-prob elsewhere: no ratio overflows."""
     if key not in mb.tokens:
         return log_probs.detach()
     return torch.where(mb.loss_mask != 0, mb.tokens[key], log_probs.detach())
@@ -157,7 +157,7 @@ def _policy_terms(
 
 
 def _correct(args: Flags, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBatch) -> Corrected:
-    """Weights and rejection, and metrics about the distance to the engine's policy."""
+    """Apply weights and rejection; add metrics of the distance to the engine's policy."""
     loss, mask = terms.loss, None
     metrics: TokenMetrics = {}
     if args.use_opsm:
@@ -189,7 +189,7 @@ def _correct(args: Flags, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBat
         )
         metrics |= correction.metrics | {"tis_weight": correction.weights}
         loss = loss * correction.weights
-    if args.use_rs and not args.custom_tis_function_path:  # which reads the switch itself
+    if args.use_rs and not args.custom_tis_function_path:  # the plug-in reads the switch itself
         level, low, high = args.rs_level, args.rs_lower, args.rs_upper
         correction = rejection(
             proximal - behaviour, layout, level=level, low=low, high=high, veto=args.rs_veto
@@ -197,14 +197,14 @@ def _correct(args: Flags, terms: PolicyTerms, inputs: PolicyInputs, mb: MicroBat
         loss = torch.where(correction.keep != 0, loss, torch.zeros_like(loss))
         metrics |= correction.metrics
     if args.get_mismatch_metrics:
-        metrics = mismatch_metrics(proximal, behaviour, layout) | metrics  # a plug-in's own numbers win
+        metrics = mismatch_metrics(proximal, behaviour, layout) | metrics  # the plug-in's metrics win
     return Corrected(loss, metrics, mask)
 
 
 def _custom_tis(
     args: Flags, path: str, loss: Tensor, proximal: Tensor, behaviour: Tensor, mb: MicroBatch
 ) -> Corrected:
-    """A plug-in's weights; its masks leave tokens out of every term's numerator, never of its denominator."""
+    """Apply a plug-in's weights; its masks remove tokens from every numerator, never from a denominator."""
     with plugin_call("--custom-tis-function-path", path):
         corrected, masks, metrics = load_function(path)(
             args=args,
@@ -223,13 +223,13 @@ def _custom_tis(
             f"of {[tuple(mask.shape) for mask in masks]} for responses of {list(mb.response_lengths)} "
             "tokens: return one loss per token, flat, and one mask per sample with a value per token."
         )
-    # What it leaves of each trained token; it cannot add tokens that do not train.
+    # The plug-in can remove trained tokens, but cannot add tokens that are not trained.
     mask = torch.where(mb.loss_mask != 0, torch.cat(masks).to(loss) / mb.loss_mask, torch.zeros_like(loss))
     return Corrected(torch.where(mask != 0, corrected, torch.zeros_like(corrected)), dict(metrics), mask)
 
 
 def _reference_kl(args: Flags, inputs: PolicyInputs, mb: MicroBatch) -> Tensor:
-    """Per token; unbiased by the token's own ratio, whatever ratio the policy loss goes by."""
+    """KL to the reference per token, unbiased by the token's own ratio whatever ratio the loss uses."""
     ratio = exp_ratio(inputs.log_probs - inputs.old_log_probs) if args.use_unbiased_kl else None
     reference = _trained(mb, "ref_log_probs", inputs.log_probs)
     return compute_approx_kl(inputs.log_probs, reference, args.kl_loss_type, ratio)

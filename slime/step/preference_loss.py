@@ -20,7 +20,7 @@ PairFunction = Callable[[TokenOutputs, MicroBatch, Tensor, Tensor], tuple[Tensor
 
 
 def build_dpo_loss(batch: RolloutBatch, watch: TokenWatch, *, beta: float) -> Loss:
-    """Needs `ref_log_probs` among the micro-batch's tokens."""
+    """Build the DPO loss; the micro-batch has `ref_log_probs`."""
 
     def pair_loss(
         out: TokenOutputs, mb: MicroBatch, chosen: Tensor, rejected: Tensor
@@ -40,7 +40,7 @@ def build_dpo_loss(batch: RolloutBatch, watch: TokenWatch, *, beta: float) -> Lo
 
 
 def build_reward_model_loss(batch: RolloutBatch, watch: TokenWatch) -> Loss:
-    """A pair may bring a margin: the smallest difference of scores that is enough, in its train metadata."""
+    """Build the Bradley-Terry loss; a pair's train metadata may have a margin of scores."""
     metadata = batch.get("metadata") or [None] * len(batch["tokens"])
 
     def pair_loss(
@@ -48,7 +48,7 @@ def build_reward_model_loss(batch: RolloutBatch, watch: TokenWatch) -> Loss:
     ) -> tuple[Tensor, Metrics]:
         assert out.values is not None, "a reward model has a head for scores"
         watch.record(mb, {"values": out.values})
-        # The score of an answer is the head's output at its last token.
+        # The score of a response is the head's output at its last token.
         last = torch.tensor(mb.response_lengths, device=out.values.device).cumsum(0) - 1
         scores = out.values[last]
         pairs = [metadata[mb.positions[i]] or {} for i in chosen.tolist()]
@@ -74,7 +74,7 @@ def _over_pairs(batch: RolloutBatch, pair_loss: PairFunction) -> LossFunction:
         chosen, rejected = find_pairs(batch, mb.positions)
         device = mb.loss_mask.device
         loss, metrics = pair_loss(out, mb, chosen.to(device), rejected.to(device))
-        # A micro-batch of weight zero has no pair; its loss still reaches the parameters: ranks reduce alike.
+        # A micro-batch of weight zero has no pair; its loss uses the parameters so that all ranks reduce.
         outputs = out.values if out.values is not None else out.log_probs
         return loss + 0.0 * outputs.sum(), {name: value.detach() for name, value in metrics.items()}
 
@@ -82,7 +82,7 @@ def _over_pairs(batch: RolloutBatch, pair_loss: PairFunction) -> LossFunction:
 
 
 def find_pairs(batch: RolloutBatch, positions: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Places in the micro-batch of the preferred and of the rejected answers [P], pair by pair."""
+    """Return the places in the micro-batch of the preferred and the rejected responses [P], pair by pair."""
     members: dict[int, list[int]] = {}
     for place, position in enumerate(positions):
         members.setdefault(batch["rollout_ids"][position], []).append(place)
@@ -92,7 +92,7 @@ def find_pairs(batch: RolloutBatch, positions: tuple[int, ...]) -> tuple[Tensor,
         if len(places) != 2 or rewards[0] == rewards[1]:
             raise ValueError(
                 f"the samples with rollout id {rollout_id} are no pair (rewards {rewards}): a preference "
-                "loss needs two answers with one rollout_id, the preferred one with the larger reward; use "
+                "loss needs two responses with one rollout_id, the preferred with the larger reward; use "
                 "--rollout-function-path slime.rollout.preference_rollout.generate_rollout."
             )
         best = 0 if rewards[0] > rewards[1] else 1

@@ -35,7 +35,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def rollout(self, rollout_id: int) -> Iterator[None]:
-        """The training on one rollout."""
+        """Record the training on one rollout."""
         self._rollout_id = rollout_id
         with self.part(OVERALL):
             yield
@@ -72,7 +72,7 @@ class StepProfiler:
         logger.info("--use-pytorch-profiler: %s", file)
 
     def close(self) -> None:
-        """End the history of memory, unless it has ended."""
+        """End the memory history, unless it has ended already."""
         if self._memory is not None:
             self._memory.finish(f"rollout{self._rollout_id}")
             self._memory = None
@@ -85,7 +85,7 @@ class MemoryHistory:
         folder = Path(args.memory_snapshot_dir or Path(args.run_dir) / "memory").expanduser()
         self._folder = folder
         self._rank = rank
-        self._tracker: Any = None  # of memray
+        self._tracker: Any = None  # memray's tracker
         if args.memory_recorder == "memray":
             memray = importlib.import_module("memray")  # optional; asked for when settings are parsed
             folder.mkdir(parents=True, exist_ok=True)

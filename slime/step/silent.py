@@ -16,7 +16,7 @@ from slime.catalog.backends import BACKENDS
 from slime.catalog.policy_losses import POLICY_LOSSES
 from slime.utils.types import RolloutBatch
 
-# Functions of the user's, which may make a gradient of anything.
+# User functions, which may give any token a gradient.
 _OWN = (
     "custom_policy_loss_function_path",
     "custom_tis_function_path",
@@ -27,9 +27,9 @@ _OWN = (
 def set_apart(
     args: Flags, layout: Layout, batch: RolloutBatch, micro_batches: list[list[int]]
 ) -> tuple[list[list[int]], list[bool]]:
-    """The samples of `micro_batches` again, none larger than the largest, and whether each has a gradient.
+    """Regroup the samples into micro-batches with and without a gradient, none larger than the largest.
 
-    Where no sample learns all of them do: moments of the optimizer move on by a gradient of 0, not by none.
+    If no sample learns, all get a backward pass: the optimizer's moments need a gradient of 0, not none.
     """
     everything = micro_batches, [True] * len(micro_batches)
     if not _can_tell(args, layout):

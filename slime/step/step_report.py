@@ -16,7 +16,7 @@ PER_TOKEN_METRICS: tuple[TokenKey, ...] = (
     *("returns", "advantages", "values", "entropy", "kl", "opd_reverse_kl"),
 )
 PER_SAMPLE_METRICS: tuple[SampleKey, ...] = ("rewards", "raw_reward", "truncated", "response_lengths")
-# Parts of the loss are reported as they are minimised; all else is a mean over what is trained.
+# Parts of the loss are reported as they are minimised; other metrics are means over trained tokens.
 LOSS_TERMS = ("loss", "pg_loss", "kl_loss")
 RATED_PASSES = ("log_probs", "ref_log_probs", "actor_train")  # of which TFLOP/s are reported
 STEPS_NOT_APPLIED = ("nonfinite_steps", "empty_steps")
@@ -36,12 +36,12 @@ class StepReport:
 
     @property
     def summary(self) -> dict[str, float]:
-        """All metrics; those of the optimizer steps as `mean_over_steps`."""
+        """Return all metrics; those of the optimizer steps as `mean_over_steps`."""
         return mean_over_steps(self.steps) | self.metrics
 
 
 def mean_over_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean of each metric over the steps that have it; steps that were not applied are counted."""
+    """Return each metric's mean over the steps that have it; steps that were not applied are counted."""
     means = {}
     for name in dict.fromkeys(name for step in steps for name in step):
         values = [step[name] for step in steps if name in step]
@@ -50,8 +50,8 @@ def mean_over_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
-    """The metrics of one optimizer step of the policy."""
-    # Rollouts without a trained token are in the denominator of the loss, but say nothing about the policy.
+    """Return the metrics of one optimizer step of the policy."""
+    # Rollouts without a trained token count in the loss's denominator, but not in means about the policy.
     counted = stats.metrics.get("_counted") or 1.0
     metrics = {
         f"train/{name}": value if name in LOSS_TERMS or name.startswith("moe_") else value / counted
@@ -59,7 +59,7 @@ def step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
         if not name.startswith("_")
     }
     if stats.metrics.get("_ratio_square"):
-        # (sum w)^2 / (n sum w^2) of the engine's tokens: the share of them that the batch is worth.
+        # (sum w)^2 / (n sum w^2): the effective share of the sampled tokens.
         metrics["train/ess"] = stats.metrics["_ratio"] ** 2 / (
             stats.metrics["_ratio_square"] * stats.metrics["_ratio_count"]
         )
@@ -70,7 +70,7 @@ def step_metrics(stats: StepStats, step: RankStep) -> dict[str, float]:
 
 
 def optimizer_metrics(stats: StepStats, prefix: str) -> dict[str, float]:
-    """Gradient norm, learning rates, and whether there was nothing to apply."""
+    """Return gradient norm, learning rates, and whether there was nothing to apply."""
     metrics = {f"{prefix}grad_norm": stats.grad_norm}
     metrics |= {f"{prefix}lr-pg_{i}": rate for i, rate in enumerate(stats.learning_rates)}
     return metrics if stats.applied else metrics | {f"{prefix}empty_steps": 1.0}
@@ -79,9 +79,9 @@ def optimizer_metrics(stats: StepStats, prefix: str) -> dict[str, float]:
 def rollout_metrics(
     backend: TrainBackend, batch: RolloutBatch, *, of_correct: bool = False
 ) -> dict[str, float]:
-    """Means over all ranks: of token values over rollouts with trained tokens, of the rest over samples.
+    """Return means over all ranks: of token values over rollouts with trained tokens, of others over samples.
 
-    `of_correct`: also the entropy over tokens of answers with reward 1, where it was recorded.
+    `of_correct`: also the entropy over tokens of responses with reward 1, if it was recorded.
     """
     weights = _weights_in_rollouts(batch["loss_masks"], batch["rollout_mask_sums"])
     sums = {"samples": float(len(batch["tokens"])), "trained": float(weights.sum())}
@@ -116,19 +116,19 @@ def _correct_entropy(backend: TrainBackend, batch: RolloutBatch) -> dict[str, fl
 
 
 def _weights_in_rollouts(masks: Sequence[Tensor], mask_sums: Sequence[float]) -> Tensor:
-    """[R] of all tokens, fp64: the sum of values times these is that of their means over each rollout."""
+    """Return [R] weights, fp64, with which a sum of token values is the sum of the rollouts' means."""
     lengths = torch.tensor([mask.numel() for mask in masks], dtype=torch.int64)
     shares = torch.tensor(mask_sums, dtype=torch.float64).clamp(min=1.0)
     return _joined(masks) / torch.repeat_interleave(shares, lengths)
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:
-    """[R] of all tokens, fp64; converted together, which is faster than row by row."""
+    """Return [R] of all tokens, fp64; converted in one piece, which is faster than row by row."""
     return torch.cat([*rows]).double() if rows else torch.zeros(0, dtype=torch.float64)
 
 
 def explained_variance(backend: TrainBackend, batch: RolloutBatch) -> float:
-    """The share of the returns' variance that the critic's values explain; a constant explains none."""
+    """Return the share of the returns' variance that the critic's values explain; 0 for a constant."""
     sums = torch.zeros(5, dtype=torch.float64)
     for values, returns, mask in zip(batch["values"], batch["returns"], batch["loss_masks"], strict=True):
         chosen = mask != 0
@@ -144,7 +144,7 @@ def explained_variance(backend: TrainBackend, batch: RolloutBatch) -> float:
 def perf_metrics(
     backend: TrainBackend, batch: RolloutBatch, seconds: dict[str, float], flops: dict[str, float]
 ) -> dict[str, float]:
-    """Seconds by phase, and the trainer's rates. `flops`: the operations that this rank did in each pass."""
+    """Return seconds by phase, and the trainer's rates; `flops`: this rank's operations in each pass."""
     metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
     tokens = float(sum(len(tokens) for tokens in batch["tokens"]))
     work = torch.tensor([tokens, *flops.values()], dtype=torch.float64)

@@ -51,7 +51,7 @@ def add_reverse_kl(args: Flags, batch: RolloutBatch, student: list[Tensor] | Non
 
 
 def with_distillation(loss: Loss, backend: TrainBackend, args: Flags) -> Loss:
-    """The loss that also reports the reverse KL to the teacher and, where the full KL is wanted, adds it."""
+    """Return the loss that also reports the reverse KL to the teacher and, if requested, adds the full KL."""
     full = wants_full_kl(args)
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:

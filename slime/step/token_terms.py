@@ -16,7 +16,7 @@ ON_POLICY_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 
 
 class TokenWatch:
-    """Per-token terms of one optimizer step's micro-batches, detached and left where they were computed."""
+    """Per-token terms of one optimizer step's micro-batches, detached, on the device that computed them."""
 
     def __init__(self) -> None:
         self._records: list[tuple[MicroBatch, dict[str, Tensor]]] = []
@@ -26,7 +26,7 @@ class TokenWatch:
         self._records.append((mb, {name: value.detach() for name, value in terms.items()}))
 
     def by_sample(self, *only: str) -> dict[int, dict[str, Tensor]]:
-        """Position in the rank's batch -> its terms (`only` those), each [R_i] on the CPU."""
+        """Return position in the rank's batch -> its terms (only those in `only`), each [R_i] on the CPU."""
         samples: dict[int, dict[str, Tensor]] = {}
         for mb, terms in self._records:
             for name in only or terms:
@@ -37,12 +37,12 @@ class TokenWatch:
         return samples
 
     def log_probs(self) -> dict[int, Tensor]:
-        """Position in the rank's batch -> the trainer's log-probs [R_i] on the CPU."""
+        """Return position in the rank's batch -> the trainer's log-probs [R_i] on the CPU."""
         return {position: terms["log_probs"] for position, terms in self.by_sample("log_probs").items()}
 
 
 def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) -> None:
-    """The first step of a rollout starts where its old log-probs were recorded, so every ratio is 1."""
+    """Check that all ratios are 1 in the first step, on the weights that recorded the old log-probs."""
     counted = stats.metrics["_counted"]
     if not counted:
         return
@@ -50,15 +50,15 @@ def check_on_policy(backend: TrainBackend, stats: StepStats, num_tokens: float) 
     limit = ON_POLICY_LIMITS.get(backend.compute_dtype, 1e-3)
     name = "ppo_kl_abs"
     if backend.compute_dtype != torch.float32:
-        # Such passes may differ token by token in their last bits: only the mean must vanish.
+        # Two passes may differ in the last bits of a token: only the mean must be 1.
         name = "ppo_kl"
         limit += 3.0 * metrics["ppo_kl_abs"] / math.sqrt(max(num_tokens, 1.0))
     if abs(metrics[name]) > limit or abs(metrics["ois"] - 1.0) > 10 * limit:
         raise RunStopped(
             f"the first optimizer step on new samples has {name} {metrics[name]:.3g} and a mean ratio of "
-            f"{metrics['ois']:.6f}, but the policy has not changed since its log-probs were recorded (limit "
-            f"{limit:g}). The two passes disagree: dropout, another precision, or kernels that depend on "
-            "the batch. --skip-on-policy-check trains on regardless."
+            f"{metrics['ois']:.6f}, although the policy has not changed since its log-probs were recorded "
+            f"(limit {limit:g}). The two passes disagree: dropout, another precision, or kernels that depend "
+            "on the batch. --skip-on-policy-check trains on regardless."
         )
 
 
@@ -73,9 +73,9 @@ def save_nonfinite(
 ) -> str:
     """Save the samples that broke a step with their terms; returns a sentence that names them and the file.
 
-    `name` is that of the step, in the file's name; `positions` are the step's samples in the batch. Where no
-    rank watched a term that is not finite (the gradient overflowed later, or the loss is a user's own) each
-    rank saves all its samples.
+    `name` is that of the step, in the file's name; `positions` are the step's samples in the batch. If no
+    rank has a term that is not finite (the gradient overflowed later, or the loss is a user's own), each rank
+    saves all its samples.
     """
     samples: dict[int, dict[str, Tensor]] = {position: {} for position in positions} | watch.by_sample()
     broken: dict[int, list[str]] = {}
@@ -105,7 +105,7 @@ def save_nonfinite(
     torch.save({"step": name, "error": str(error), "samples": rows}, path)
     if not broken:
         held = f"the {len(rows)} samples of this rank are in {path}."
-        return f"No per-token term that is watched is at fault; {held}"
+        return f"All recorded per-token terms are finite; {held}"
     shown = list(broken.items())[:8]
     named = ", ".join(f"{batch['sample_indices'][p]} ({', '.join(names)})" for p, names in shown)
     return f"Samples with such terms: {named}{' ...' if len(rows) > 8 else ''}; saved in {path}."

@@ -70,9 +70,9 @@ class TrainingStep:
         share: RankData,
         *,
         weight_version: int | None = None,  # as engines know the current weights; None: they do not
-        kept: OldPolicy | None = None,  # weights of older versions; None: ratios need none
-        agreement: Agreement | None = None,  # what was found in the run so far; None: this is its first batch
-        profiler: StepProfiler | None = None,  # None: this batch alone is a run, and records none
+        kept: OldPolicy | None = None,  # weights of older versions; None: the loss needs none
+        agreement: Agreement | None = None,  # findings of the run so far; None: this is its first batch
+        profiler: StepProfiler | None = None,  # None: nothing is recorded
     ) -> None:
         self.backend, self.args, self.rollout_id = backend, args, rollout_id
         self.batch: RolloutBatch = share.batch.copy()  # the keys that the step adds are its own
@@ -87,13 +87,13 @@ class TrainingStep:
         self.tracer = Tracer(rollout_id=rollout_id)
 
     def run(self) -> StepReport:
-        """Everything in order. Call it once."""
+        """Train on the batch in the right order; called once."""
         with self._timed("train"):
             with self._profiler.part(LOG_PROBS):
                 self._score_samples()
             compared = None  # the first optimizer step compares its own samples
             if "log_probs" in self.batch and self._sampler == "actor":
-                # A pass saw all samples under the weights that training starts from.
+                # One pass computed all samples with the weights that training starts from.
                 compared = self._compare(dict(enumerate(self.batch["log_probs"])))
             self._add_advantages()
             self._postprocess()
@@ -161,7 +161,7 @@ class TrainingStep:
         return self.agreement.check(self.backend, self.args, self.batch, log_probs, self.weight_version)
 
     def _add_advantages(self) -> None:
-        """Add `kl`, `advantages` and `returns`, where rewards become advantages."""
+        """Add `kl`, `advantages` and `returns`, if rewards become advantages."""
         args, batch = self.args, self.batch
         if not has_advantages(args):
             return
@@ -194,7 +194,7 @@ class TrainingStep:
             batch["advantages"] = whiten(batch["advantages"], moments)
 
     def _postprocess(self) -> None:
-        """The user's last word on the batch."""
+        """Let the user's hook edit the batch last."""
         path = self.args.rollout_data_postprocess_path
         if path:
             with plugin_call("--rollout-data-postprocess-path", path, lambda: f"rollout {self.rollout_id}"):
@@ -311,7 +311,7 @@ def _call_custom_advantages(args: Flags, batch: RolloutBatch, path: str) -> None
 
 
 def _save_batch(template: str, rollout_id: int, batch: RolloutBatch) -> None:
-    """--save-debug-train-data: what this rank trained on, with everything that was computed of it."""
+    """Save what this rank trained on, with all values computed from it (--save-debug-train-data)."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     file = Path(template.format(rollout_id=rollout_id, rank=rank)).expanduser()
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -322,6 +322,6 @@ def _token_lists(args: Flags, batch: RolloutBatch) -> dict[str, list[Tensor]]:
     """Return the per-response-token tensors of the micro-batches, by name."""
     lists: dict[str, list[Tensor] | None] = {key: batch.get(key) for key in LOSS_TOKENS}
     if args.loss_type == "policy_loss":
-        # Ratios are taken against these; without any, every ratio is 1.
+        # Ratios are relative to these log-probs; without any, every ratio is 1.
         lists["old_log_probs"] = lists["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"]
     return {key: values for key, values in lists.items() if values is not None}

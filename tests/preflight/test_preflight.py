@@ -224,7 +224,7 @@ def test_a_reward_that_does_not_answer_is_given_up_with_a_warning(look, tmp_path
     monkeypatch.setattr("slime.preflight.reward.DEADLINE_S", 0.05)
     report = look(**own)
     assert errors(report) == []
-    assert "did not answer in time" in str(report.of("warning")[0])
+    assert "did not return in time" in str(report.of("warning")[0])
     assert "--skip-preflight reward" in str(report.of("warning")[0])
 
 
@@ -376,4 +376,4 @@ def test_a_router_of_others_must_be_there_and_have_no_engines_of_others(look):
         (found,) = errors(look(**given))
         assert "has engines already (http://a:1), whose answers would mix with" in found
     (found,) = errors(look(**given))
-    assert found.startswith("--sglang-router-ip: no router answers at 127.0.0.1:")
+    assert found.startswith("--sglang-router-ip: no router replies at 127.0.0.1:")

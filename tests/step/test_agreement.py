@@ -237,7 +237,7 @@ def test_samples_of_a_custom_loss_are_compared_where_a_pass_saw_them(model, tmp_
     args = trainer_args(model, **own, compute_advantages_and_returns=False)
     agreement = Agreement()
     train(backend, args, engine_samples(backend, args, noise=1.0), weight_version=3, agreement=agreement)
-    assert ["custom_loss has no pass of ours" in hint for hint in agreement.hints.texts.values()] == [True]
+    assert ["custom_loss runs no log-prob pass" in hint for hint in agreement.hints.texts.values()] == [True]
 
 
 def test_what_is_measured_over_a_batch_is_the_sum_over_its_tokens():

@@ -61,5 +61,5 @@ def test_flags_of_dumps_and_assertions_are_derived(tmp_path):
 def test_warm_up_may_be_a_share_of_the_run():
     args = parse("--lr-warmup-fraction", "0.5", "--lr", "1.0")
     assert [learning_rate(args, step, 4) for step in range(3)] == [0.5, 1.0, 1.0]
-    with pytest.raises(ValueError, match="both say how long the warm-up is"):
+    with pytest.raises(ValueError, match="both set the length of the warm-up"):
         parse("--lr-warmup-fraction", "0.5", "--lr-warmup-iters", "2")
