@@ -28,8 +28,8 @@ class WeightBundle:
 
     Example: version "3f2a:7" over the "tensor" transport: `payload` is the manifest of three shared segments.
     Over "disk" it is the folder of a checkpoint, over "delta" where changes are published. `checksum` None:
-    the transport leaves checking to its reader. `metrics`: what the sender counted, for the log. `written`:
-    the folder that was written for this version; None: no engine reads one, or it is written when one asks.
+    readers of this transport check themselves. `metrics`: the sender's counts, for the log. `written`: the
+    folder of this version; None: no engine reads folders, or it is written on request.
     """
 
     version: str
@@ -92,7 +92,7 @@ class DeltaOptions:
     """Options of delta transports. `agents`: engine address -> its agent; other engines share `local`."""
 
     local: Path  # the local copy for the engines of this machine
-    remove_local: bool = False  # it is ours, and goes with the run
+    remove_local: bool = False  # the copy belongs to the run and is removed with it
     encoding: str = "xor"
     checksum: str = "xxh3-128"
     agents: Mapping[str, str] = field(default_factory=dict)
@@ -106,16 +106,16 @@ class SenderOptions:
     folder: Path  # where checkpoints for the engines are written
     hf_checkpoint: str  # config and tokenizer of those checkpoints
     rank: int = 0
-    host: str = "127.0.0.1"  # address of this rank, as engines reach it
+    host: str = "127.0.0.1"  # address of this rank for engines
     deadline_s: float = 120.0  # longest wait for one bucket
-    stage: int = 0  # this rank's in the pipeline; a trainer without one is a single stage
-    # What the config of those checkpoints must say of FP8; None: as it is.
+    stage: int = 0  # this rank's pipeline stage; without a pipeline there is a single one
+    # `quantization_config` of those checkpoints; None: unchanged.
     quantization: Mapping[str, Any] | None = None
-    # Of adapters that are sent alone; None: the model is sent.
+    # Config of adapters that are sent alone; None: the whole model is sent.
     adapter_config: Mapping[str, Any] | None = None
-    keep_files: bool = False  # versions on disk stay after their use
+    keep_files: bool = False  # versions on disk are kept after their use
     delta: DeltaOptions | None = None  # None: the run sends no deltas
-    # Called with what this sender writes beside the versions of pushes, before readers learn of it.
+    # Called with each folder that is not a push's version (such as a late full copy), before readers see it.
     after_writing: Callable[[Path], None] = nothing_after_writing
 
 
@@ -125,12 +125,12 @@ class Site:
 
     cuda: bool = False
     colocated: bool = False
-    # Each GPU of an engine has a trainer rank on it; only asked where they are colocated.
+    # Each GPU of an engine has a trainer rank on it; read only if they are colocated.
     every_gpu_trains: bool = True
 
 
 async def nothing_to_prepare(bundle: WeightBundle, control: EngineControl) -> None:
-    """Everything happens in `deliver`."""
+    """Do nothing: `deliver` does all the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Transport:
 
 
 def check_receipt(bundle: WeightBundle, receipt: Receipt, engine: str) -> None:
-    """The engine holds what was sent, as far as it reports."""
+    """Raise unless the engine reports the weights that were sent."""
     wrong: dict[str, tuple[Any, Any]] = {
         what: (sent, held)
         for what, sent, held in [
@@ -160,5 +160,5 @@ def check_receipt(bundle: WeightBundle, receipt: Receipt, engine: str) -> None:
         if held is not None and sent is not None and held != sent
     }
     if wrong:
-        details = ", ".join(f"{what} {sent} sent but {held} held" for what, (sent, held) in wrong.items())
+        details = ", ".join(f"{what} {sent} sent but {held} loaded" for what, (sent, held) in wrong.items())
         raise RuntimeError(f"engine {engine} holds other weights than were pushed: {details}")

@@ -31,14 +31,14 @@ class CudaIpcSender:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weight-send")
         self._buffers: list[torch.Tensor | None] = [None] * _NUM_BUFFERS
         self._pending: list[concurrent.futures.Future[None] | None] = [None] * _NUM_BUFFERS
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of ranks that serve one engine together
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # ranks that serve one engine together
 
     def open(self, version: str, targets: tuple[Target, ...]) -> None:
         self._version = version
         timeout = datetime.timedelta(seconds=self._deadline_s)
         for ids in (target.gpu_ids for target in targets):
             if len(ids) > 1 and ids not in self._groups:
-                # All ranks must do this, members or not. Texts travel, not tensors: on the host.
+                # All ranks must create the group, members or not. It carries text, so it is on the host.
                 self._groups[ids] = dist.new_group(list(ids), backend="gloo", timeout=timeout)
         self._targets = [target for target in targets if self._rank in target.gpu_ids]
         self._failures: dict[str, str] = {}
@@ -52,13 +52,13 @@ class CudaIpcSender:
             return
         slot = self._turn % _NUM_BUFFERS
         if self._turn >= _NUM_BUFFERS:
-            self._wait(slot)  # the engine has copied what lay in this buffer
+            self._wait(slot)  # the engine has copied the content of this buffer
         self._turn += 1
         flat = self._buffer(slot, nbytes, bucket[0][1].device)
         for entry, (_, tensor) in zip(entries, bucket, strict=True):
             entry.view(flat).copy_(tensor)
         if flat.is_cuda:
-            torch.cuda.current_stream().synchronize()  # the engine reads on a stream of its own
+            torch.cuda.current_stream().synchronize()  # the engine reads on its own stream
         gathered = [(target, self._gather(target, flat, entries)) for target in self._targets]
         posts = [(target, texts) for target, texts in gathered if texts is not None]
         if posts:
@@ -67,7 +67,7 @@ class CudaIpcSender:
     def _gather(
         self, target: Target, flat: torch.Tensor, entries: tuple[TensorEntry, ...]
     ) -> list[str] | None:
-        """One text per rank of the engine, in their order; None: another trainer rank sends them."""
+        """Return one text per rank of the engine, in their order; None: another trainer rank sends them."""
         place = target.gpu_ids.index(self._rank)
         text = pack_bucket(flat, entries, reader_device=place)
         if len(target.gpu_ids) == 1:
@@ -88,11 +88,11 @@ class CudaIpcSender:
                 control = EngineControl(target.url, self._deadline_s)
                 try:
                     run(control.update_from_tensors(texts, self._version))
-                except Exception as error:  # the engine gets the copy on disk, or is evicted
+                except Exception as error:  # the engine loads the copy on disk, or is evicted
                     self._failures[target.url] = f"{type(error).__name__}: {error}"
 
     def _wait(self, slot: int) -> None:
-        """Waits until the engines have answered, or failed, whoever asked them."""
+        """Wait until the engines have replied or failed, whichever rank sent the requests."""
         pending, self._pending[slot] = self._pending[slot], None
         if pending is not None:
             pending.result()
@@ -103,7 +103,7 @@ class CudaIpcSender:
     def finish(self) -> LiveReport:
         for slot in range(min(self._turn, _NUM_BUFFERS)):
             self._wait(slot)
-        # The engine's cache is about to need the room.
+        # The engine's cache needs the memory next.
         self._buffers = [None] * _NUM_BUFFERS
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()

@@ -21,8 +21,8 @@ from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
 from slime.wire.protocol import EngineInfo
 
 _WRITE_DEADLINE_S = 600.0
-_KEEP = 2  # the version that engines serve, and the one before it while they change over
-_NO_CAUSE = "there may be no room for weights in its folder; the trainer's log has the cause"
+_KEEP = 2  # versions on disk: the served one, and the previous one while engines switch
+_NO_CAUSE = "the disk of its folder may be full; see the trainer's log"
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
@@ -89,7 +89,7 @@ class DiskSender:
 
 @contextlib.contextmanager
 def room_for(what: str, folder: Path, flag: str) -> Iterator[None]:
-    """A full disk ends the run with the folder's name; a version appears only when it is whole."""
+    """Turn a full disk into an error that names the folder; a version appears only when it is complete."""
     try:
         yield
     except OSError as error:
@@ -106,7 +106,7 @@ def copy_config(options: SenderOptions, folder: Path) -> None:
     """Copy config and tokenizer into a folder of weights, which makes it a complete checkpoint."""
     source = Path(options.hf_checkpoint)
     if not source.is_dir():
-        return  # a hub name: the engine has its config already
+        return  # a hub name: the engine already has its config
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
             shutil.copy(file, folder / file.name)
@@ -131,21 +131,21 @@ class CopyRequest:
         if self.folder.is_dir():
             return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._refused.unlink(missing_ok=True)  # an earlier attempt: this one may have more luck
+        self._refused.unlink(missing_ok=True)  # left by an earlier attempt; this one may succeed
         self._wanted.touch()
 
     def is_asked(self) -> bool:
         return self._wanted.exists()
 
     def refuse(self, error: Exception) -> None:
-        """Called on the writer's side: whoever waits hears of the refusal at its next look."""
+        """Refuse the request, on the writer's side; the waiting engine reads it at its next check."""
         stops = isinstance(error, RunStopped)
-        with contextlib.suppress(OSError):  # before the new name, which whoever waits acts on
+        with contextlib.suppress(OSError):  # written before the rename, which the waiting engine acts on
             self._wanted.write_text(str(error) if stops else f"{type(error).__name__}: {error}")
         self._wanted.rename(self._refused)
 
     def raise_refusal(self) -> None:
-        """Raises a refusal on the asking side."""
+        """Raise the error of a refusal, on the requesting side."""
         if self._refused.exists():
             cause = self._refused.read_text()
             kind = RunStopped if not cause or cause.startswith("no room") else RuntimeError
@@ -157,7 +157,7 @@ class CopyRequest:
 
 
 async def until_written(folder: Path) -> None:
-    """Ask for a late copy and wait until it is there, whole. One that cannot be written raises the cause."""
+    """Request a late copy and wait until it is complete; if it cannot be written, raise the cause."""
     request = CopyRequest(folder)
     request.ask()
     with waits.waiting(f"weights in {folder}", owner="engine", deadline_s=_WRITE_DEADLINE_S) as wait:
@@ -171,7 +171,7 @@ async def until_written(folder: Path) -> None:
 async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:
     await until_written(bundle.payload)
     receipt = await control.update_from_disk(str(bundle.payload), bundle.version)
-    # The engine counts what its loader made of the files, which need not match them one to one.
+    # The engine counts the tensors of its loader, which need not match those of the files one to one.
     return Receipt(await control.version(), None, None, receipt.checksum)
 
 
@@ -185,7 +185,7 @@ async def compare(
 async def compare_with_folder(
     folder: Path, version: str, control: EngineControl, info: EngineInfo, shm_prefix: str
 ) -> list[str]:
-    """The files' tensors, laid out in shared memory, against the engine's."""
+    """Compare the files' tensors, copied to shared memory, with the engine's."""
     if not info.dialect.compares_manifests:
         return await reload_and_compare(control, folder, version)
     tensors = list(read_tensors(all_files(folder)))

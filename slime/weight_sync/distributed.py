@@ -26,8 +26,8 @@ from slime.wire.manifest import DTYPE_NAMES
 
 logger = logging.getLogger(__name__)
 
-_BLAME_S = 1.0  # after a broken broadcast: time for answers of engines, for the message alone
-_LEAVE_S = 10.0  # the same: one engine may hang, and has had the deadline of the broadcast already
+_BLAME_S = 1.0  # after a broken broadcast, wait this long for replies that may name the cause
+_LEAVE_S = 10.0  # after a broken broadcast: an engine that hangs has used up its deadline
 
 
 class DistributedSender:
@@ -51,8 +51,8 @@ class DistributedSender:
         self._nbytes += sum(tensor.nbytes for _, tensor in bucket)
         if self._failures or not self._targets:
             return
-        self._errors: dict[str, str] = {}  # engine -> what it answered to the step that is under way
-        self._unanswered: set[str] = set()  # engines that have not answered to it
+        self._errors: dict[str, str] = {}  # engine -> its reply to the current step
+        self._unanswered: set[str] = set()  # engines that have not replied to it
         try:
             if self._group is None:
                 self._join(bucket[0][1].device)
@@ -87,13 +87,13 @@ class DistributedSender:
 
     def _give_up(self, error: Exception) -> None:
         """Destroy the group after a member failed; engines load the copy on disk until the next group."""
-        own, silent = dict(self._errors), sorted(self._unanswered)  # before others fail for want of the group
+        own, silent = dict(self._errors), sorted(self._unanswered)  # before others fail without the group
         causes = [f"engine {url}: {why}" for url, why in own.items()] or [f"{type(error).__name__}: {error}"]
-        causes += [f"no answer by then from {', '.join(silent)}"] if silent else []  # one may be the culprit
+        causes += [f"no reply by then from {', '.join(silent)}"] if silent else []  # maybe the cause
         broken = f"the group {self._group_name} broke: {'; '.join(causes)}"
         self._failures = {target.url: own.get(target.url, broken) for target in self._targets}
         logger.warning("The broadcast of weights %s failed: %s", self._version, broken)
-        # First here: engines that still wait for the rest of the bucket see the connection close.
+        # Destroyed here first: engines that still wait for the rest of the bucket see the connection close.
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
@@ -108,7 +108,7 @@ class DistributedSender:
     def _request_leave(self, deadline_s: float | None = None) -> None:
         self._errors = {}
         self._on_all([c.leave_group(self._group_name) for c in self._controls(deadline_s)]).result()
-        if self._errors:  # an engine that is gone has left
+        if self._errors:  # a dead engine has left the group
             logger.info(
                 "Some engines failed while they left the group %s: %s", self._group_name, self._errors
             )
@@ -117,7 +117,7 @@ class DistributedSender:
         return [EngineControl(target.url, deadline_s or self._options.deadline_s) for target in self._targets]
 
     def _on_all(self, calls: list[Coroutine[Any, Any, None]]) -> concurrent.futures.Future[None]:
-        """One call per target, all in the background: they end only when this rank does its part."""
+        """Send one call per target, in the background: calls end only when this rank does its part."""
         errors, unanswered = self._errors, {target.url for target in self._targets}
         self._unanswered = unanswered
 
@@ -135,7 +135,7 @@ class DistributedSender:
 
     @contextlib.contextmanager
     def _together(self, calls: list[Coroutine[Any, Any, None]]) -> Iterator[None]:
-        """All engines take a step, of which this rank does its part inside."""
+        """Run a step on all engines; this rank does its part inside the block."""
         replies = self._on_all(calls)
         try:
             yield

@@ -21,10 +21,9 @@ from slime.utils.models.fp8_blocks import SCALE_SUFFIX, quantize_blocks, uniform
 from slime.utils.models.model_config import quantization_config
 
 _WEIGHT = ".weight"
-SERVED_BLOCK = (128, 128)  # what kernels of engines are made for
+SERVED_BLOCK = (128, 128)  # the block size that engines' kernels support
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|wte|wpe)$")
-# Matrices that no FP8 checkpoint quantises, whatever its config says: they are
-# looked up or decide, they do not transform.
+# No FP8 checkpoint quantises these matrices, whatever its config says: they are looked up, or decide.
 _NEVER = re.compile(
     r"(^|\.)(embed_tokens|embeddings?|wte|wpe|lm_head|score|gate|router|shared_expert_gate|eh_proj)$"
 )
@@ -40,9 +39,9 @@ class Fp8Format:
 
     block: tuple[int, int]
     excluded: tuple[str, ...] = ()  # modules, as patterns
-    included: tuple[str, ...] = ()  # modules that would otherwise not be converted
+    included: tuple[str, ...] = ()  # modules that are converted although others of their kind are not
     powers_of_two: bool = False
-    # Weights that a checkpoint has in FP8; None: not known, the patterns decide.
+    # Weights that the checkpoint has in FP8; None: not known, the patterns decide.
     names: frozenset[str] | None = None
 
     @classmethod
@@ -51,7 +50,7 @@ class Fp8Format:
         block = config.get("weight_block_size")
         wanted = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         for name, value in wanted.items():
-            # Without a word of the last two, that is what is meant.
+            # The last two have these values if they are missing.
             if config.get(name, None if name == "quant_method" else value) != value:
                 raise ValueError(
                     f"quantization_config has {name} {config.get(name)!r}: weights are only written with "
@@ -86,7 +85,7 @@ class Fp8Format:
 def quantize_state(
     named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors as an FP8 checkpoint with this `quantization_config` holds them, in their order."""
+    """Yield a model's tensors as an FP8 checkpoint with this `quantization_config` holds them, in order."""
     return quantize_named(named, Fp8Format.from_config(config))
 
 
@@ -97,7 +96,7 @@ def quantize_named(
     *,
     known_finite: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """`quantize_state` for a format that is known already. `known_finite`: the caller has looked.
+    """`quantize_state` for a known format. `known_finite`: the caller has checked that values are finite.
 
     `dither_seed` None: to the nearest value. Otherwise up or down by a number that belongs to each weight for
     the whole run: over the weights of a matrix the rounding is right on average, also for changes that are
@@ -125,8 +124,7 @@ def quantize_named(
 def checkpoint_format(folder: str | Path) -> Fp8Format | None:
     """Return the format of the checkpoint in a folder; None: not quantised, or it has no config.
 
-    Where its files can be listed they say which weights are FP8; the
-    patterns of its config only decide without them.
+    Its files decide which weights are FP8; only if they cannot be listed, the patterns of its config do.
     """
     file = Path(folder) / "config.json"
     if not file.is_file():
@@ -143,9 +141,9 @@ def checkpoint_format(folder: str | Path) -> Fp8Format | None:
 
 
 def served_config(folder: str | Path) -> dict[str, Any]:
-    """The `quantization_config` with which engines serve a 16-bit checkpoint in FP8."""
+    """Return the `quantization_config` with which engines serve a 16-bit checkpoint in FP8."""
     modules = [name.removesuffix(_WEIGHT) for name in files_by_tensor(Path(folder)) if name.endswith(_WEIGHT)]
-    # Embeddings are no linear layers, so nobody would convert them.
+    # Embeddings are no linear layers, so engines do not convert them.
     kept = [module for module in modules if _NEVER.search(module) and not _EMBEDDING.search(module)]
     return quantization_config(SERVED_BLOCK, kept=sorted(kept))
 

@@ -28,14 +28,14 @@ class LateCopySender(DiskSender):
     def __init__(self, options: SenderOptions):
         super().__init__(options)
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="late-copy")
-        self._buffers: list[torch.Tensor] = []  # one per bucket, used again by every push
-        self._entries: list[tuple[TensorEntry, ...]] = []  # of the version on its way
+        self._buffers: list[torch.Tensor] = []  # one per bucket, reused by every push
+        self._entries: list[tuple[TensorEntry, ...]] = []  # buffers of the version that is being sent
         self._writing: concurrent.futures.Future[None] | None = None
         self._superseded = threading.Event()
 
     def send(self, bucket: NamedTensors) -> None:
         if not self._entries:
-            self._end_writing()  # the buffers are about to change
+            self._end_writing()  # the buffers change next
         entries, nbytes = plan_bucket(bucket)
         buffer = self._buffer(len(self._entries), nbytes, pinned=bucket[0][1].is_cuda)
         for entry, (_, tensor) in zip(entries, bucket, strict=True):
@@ -45,7 +45,7 @@ class LateCopySender(DiskSender):
     def _buffer(self, position: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
         if position < len(self._buffers) and self._buffers[position].numel() >= nbytes:
             return self._buffers[position]
-        # Pinned, or the copy from the device would take ten times as long.
+        # Pinned: the copy from the device would otherwise take ten times as long.
         buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._buffers[position : position + 1] = [buffer]
         return buffer
@@ -67,7 +67,7 @@ class LateCopySender(DiskSender):
             if not request.is_asked():
                 continue
             try:
-                self._index, self._nbytes = {}, 0  # what a failed attempt left
+                self._index, self._nbytes = {}, 0  # left by a failed attempt
                 for buffer, bucket in zip(self._buffers, entries, strict=False):
                     super().send([(entry.name, entry.view(buffer)) for entry in bucket])
                 super().finish(version)

@@ -31,7 +31,7 @@ class AdapterPayload:
 
 
 class AdapterSender(SharedMemorySender):
-    """Shared memory, in one bucket because an engine takes an adapter whole, with the config beside it."""
+    """Writes adapters and config to shared memory, in one bucket because engines load an adapter whole."""
 
     transport = "adapter_shared_memory"
 
@@ -42,7 +42,7 @@ class AdapterSender(SharedMemorySender):
         self._tensors: NamedTensors = []
 
     def send(self, bucket: NamedTensors) -> None:
-        # A clone on the CPU too: the tensors are only ours until the next bucket.
+        # Cloned also on the CPU: the tensors are valid only until the next bucket.
         self._tensors += [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in bucket]
 
     def finish(self, version: str) -> WeightBundle:
@@ -71,9 +71,8 @@ async def compare_by_memory(
 
 
 async def deliver_by_tensors(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:
-    """The engine must be paused and without requests: one that runs would hold on to the old adapter.
-
-    It checks every tensor against our checksum before it takes the adapter.
+    """Load the adapter into an engine that is paused and has no requests, which would keep the old one. The
+    engine verifies every tensor by its checksum before it loads the adapter.
     """
     text, checksums = await asyncio.to_thread(_pack, bundle.payload.manifest.buckets[0])
     if ADAPTER_NAME in await control.adapters():
@@ -88,12 +87,12 @@ async def deliver_by_tensors(bundle: WeightBundle, control: EngineControl, info:
 async def compare_by_tensors(
     bundle: WeightBundle, control: EngineControl, info: EngineInfo, shm_prefix: str
 ) -> list[str]:
-    """The engine compared the adapters as it took them; what is left to see is that it still has them."""
+    """Check that the engine still has the adapter; its tensors were verified when it loaded them."""
     return [] if ADAPTER_NAME in await control.adapters() else [ADAPTER_NAME]
 
 
 def _pack(bucket: BucketManifest) -> tuple[str, dict[str, str]]:
-    """The bucket in SGLang's format, and the checksum that SGLang takes of each tensor."""
+    """Return the bucket in SGLang's format, and the checksum that SGLang computes for each tensor."""
     flat = read_bucket(bucket)
     raw = {entry.name: flat[entry.offset : entry.offset + entry.nbytes] for entry in bucket.tensors}
     checksums = {name: hashlib.sha256(part.numpy().tobytes()).hexdigest() for name, part in raw.items()}

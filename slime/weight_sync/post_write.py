@@ -38,8 +38,8 @@ class PostWrite:
             ) from error
 
     def on_every_rank(self, folder: Path | None) -> None:
-        """A collective: only the first rank wrote, so only it knows the folder (None on the others)."""
+        """Call the function on every rank: only the first rank knows the folder (None on the others)."""
         known: list[str | None] = [str(folder) if folder is not None else None]
         dist.broadcast_object_list(known, src=0)
-        assert known[0] is not None, "a transport without a folder has nothing to call this for"
+        assert known[0] is not None, "only transports that write a folder call this"
         self(Path(known[0]))

@@ -32,7 +32,7 @@ class _Global:
 
 _METADATA = _Global("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
 _REBUILD_CUDA = _Global("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
-_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the number of the device
+_DEVICE_ARGUMENT = 6  # argument of rebuild_cuda_tensor: the number of the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Pickler(pickle._Pickler):
         if isinstance(obj, _Global):
             self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
             return
-        super().save(obj, save_persistent_id)  # type: ignore[misc]  # it is there, in Python's own pickler
+        super().save(obj, save_persistent_id)  # type: ignore[misc]  # exists in Python's own pickler
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _Metadata):
@@ -79,14 +79,13 @@ class _Pickler(pickle._Pickler):
 
 
 def seen_by_reader(arguments: tuple[Any, ...], reader_device: int) -> tuple[Any, ...]:
-    """A handle with the device's number as the engine counts it; here every device is number 0."""
+    """Return a handle with the device's number as the engine counts it; here every device is number 0."""
     return (*arguments[:_DEVICE_ARGUMENT], reader_device, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
 def pack_bucket(flat: torch.Tensor, entries: Sequence[TensorEntry], *, reader_device: int = 0) -> str:
-    """Base64 text of a bucket: `flat` is a uint8 tensor that holds the weights where `entries` say.
-
-    It may be read once: each handle to a device's memory counts its one reader.
+    """Return a bucket as base64 text: `flat` is a uint8 tensor that holds the weights at the places in
+    `entries`. It may be read once, because each handle to device memory counts a single reader.
     """
     buffer = io.BytesIO()
     content = {"flattened_tensor": flat, "metadata": [_Metadata(entry) for entry in entries]}

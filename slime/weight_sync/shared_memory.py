@@ -15,9 +15,9 @@ class SharedMemorySender:
     transport = "shared_memory"
 
     def __init__(self, options: SenderOptions):
-        # A mark of its own: a sender that takes the place of another knows what that one left.
+        # A prefix of its own: a sender that replaces another can find the segments that were left.
         self._prefix = f"{options.shm_prefix}-weights"
-        self._left = shm.list_segments(self._prefix)  # engines may need them until we have sent once
+        self._left = shm.list_segments(self._prefix)  # engines may need them until our first push
         self._sets: list[list[shm.Segment]] = [[], []]
         self._turn = 0
         self._buckets: list[BucketManifest] = []

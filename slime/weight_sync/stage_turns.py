@@ -33,9 +33,9 @@ class StageTurns:
     def __init__(self, stage: int, num_stages: int, sender: LiveSender | None, deadline_s: float = 660.0):
         self._stage, self._num_stages = stage, num_stages
         self._sender, self._deadline_s = sender, deadline_s
-        self._group: dist.ProcessGroup | None = None  # None: one stage needs no turns
+        self._group: dist.ProcessGroup | None = None  # None: a single stage needs no turns
         if num_stages > 1:
-            # Reports travel, not tensors: on the host.
+            # The group carries reports, not tensors, so it is on the host.
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=deadline_s))
             sends: list[int | None] = [None] * dist.get_world_size()
             dist.all_gather_object(sends, stage if sender is not None else None, group=self._group)
@@ -44,7 +44,7 @@ class StageTurns:
     def send(
         self, version: str, targets: tuple[Target, ...], buckets: Iterator[NamedTensors]
     ) -> LiveReport | None:
-        """This rank's part of a push. `buckets`: of its own stage, a collective of that stage's ranks alone.
+        """Do this rank's part of a push. `buckets`: those of its own stage, a collective of its ranks alone.
 
         Ranks that send return the report of all stages, others None.
         """
@@ -66,7 +66,7 @@ class StageTurns:
     ) -> LiveReport | None:
         if self._sender is None:
             for _ in buckets:
-                pass  # its share of the gathering
+                pass  # this rank still takes part in gathering
             return None
         self._sender.open(version, targets)
         for bucket in buckets:
@@ -74,7 +74,7 @@ class StageTurns:
         return self._sender.finish()
 
     def _share_report(self, report: LiveReport | None, stage: int) -> LiveReport | None:
-        """The stage's report on all ranks, when the stage is done: the next one begins then."""
+        """Send the stage's report to all ranks when the stage is done: then the next one starts."""
         if self._group is None:
             return report
         box, sender = [report], self._senders[stage]
@@ -82,7 +82,7 @@ class StageTurns:
             what, target = f"the turn of stage {stage}", f"trainer-{sender}"
             with waits.waiting(what, deadline_s=self._deadline_s, target=target):
                 dist.broadcast_object_list(box, src=sender, group=self._group)
-        except RuntimeError as error:  # of the group: out of time, or a member is gone
+        except RuntimeError as error:  # error of the group: out of time, or a member is gone
             raise RunStopped(
                 f"trainer rank {sender}, which sends the weights of stage {stage}, did not finish its turn "
                 f"within {self._deadline_s:.0f} s (--timeouts update-weight and a minute): {error}"

@@ -10,15 +10,15 @@ from slime.weight_sync.base import LiveSender, SenderOptions, Site, Transport
 
 
 def transport_of(name: str) -> Transport:
-    """A transport that leaves a bundle."""
-    assert not TRANSPORTS[name].live, f"{name} leaves no bundle"
+    """Return a transport that publishes bundles."""
+    assert not TRANSPORTS[name].live, f"{name} publishes no bundle"
     transport: Transport = load_function(TRANSPORTS[name].code)
     return transport
 
 
 def live_sender_of(name: str) -> Callable[[SenderOptions], LiveSender]:
     """Return the factory of senders of a live transport, for which engines pause."""
-    assert TRANSPORTS[name].live, f"{name} is fetched, not sent"
+    assert TRANSPORTS[name].live, f"{name} is fetched by engines, not sent"
     make_sender: Callable[[SenderOptions], LiveSender] = load_function(TRANSPORTS[name].code)
     return make_sender
 
@@ -26,7 +26,7 @@ def live_sender_of(name: str) -> Callable[[SenderOptions], LiveSender]:
 def choose_transport(
     wanted: str, offered: Iterable[str], site: Site | None = None, mode: str = "full"
 ) -> str:
-    """The first that the flags allow, that every engine takes and that suits the site."""
+    """Return the first transport that the flags allow, every engine supports and the placement permits."""
     offered, site = set(offered), site or Site()
     allowed = {
         name: row
@@ -64,7 +64,7 @@ def choose_adapter_transport(offered: Iterable[str]) -> str:
 
 
 def _in_order(site: Site, content: str) -> dict[str, TransportRow]:
-    """Rows that can work on such machines, fastest first."""
+    """Return the rows that can work on such machines, fastest first."""
     places = {
         name: row.order_on_cuda if site.cuda else row.order_on_cpu
         for name, row in TRANSPORTS.items()

@@ -9,10 +9,10 @@ from slime.wire.control import EngineControl
 
 
 async def reload_and_compare(control: EngineControl, folder: Path, version: str) -> list[str]:
-    """Names of the engine's tensors that change when it loads the same version from a checkpoint folder.
+    """Return names of the engine's tensors that change when it loads the same version from a checkpoint.
 
-    For engines that fuse weights, so that only they can say what a weight became: their own loader of files
-    is the reference, and their checksums tell whether the push came to the same.
+    For engines that fuse weights, whose tensors only they know: their own loader of files is the reference,
+    and their checksums show whether the push gave the same result.
     """
     pushed = await control.checksums()
     await control.update_from_disk(str(folder), version)
@@ -21,5 +21,5 @@ async def reload_and_compare(control: EngineControl, folder: Path, version: str)
 
 
 def differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
-    """Names whose values differ, or that only one side has."""
+    """Return names whose values differ, or that only one side has."""
     return sorted(name for name in {*first, *second} if first.get(name) != second.get(name))

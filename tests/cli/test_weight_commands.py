@@ -25,7 +25,7 @@ def test_a_port_that_is_taken_is_named(tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert end("weight-publisher", str(tmp_path), "--port", port) == 2
-    assert f"--port {port} on --host 127.0.0.1 cannot be had" in capsys.readouterr().err
+    assert f"--port {port} on --host 127.0.0.1 cannot be used" in capsys.readouterr().err
 
 
 def test_an_agent_needs_the_address_of_an_engine(tmp_path, capsys):

@@ -95,7 +95,7 @@ def test_a_cause_that_does_not_fit_on_the_disk_is_still_a_refusal(sender, faulty
         return write_text(path, *args, **kwargs)
 
     monkeypatch.setattr(disk.Path, "write_text", full)
-    with pytest.raises(RunStopped, match="no room for weights in"):
+    with pytest.raises(RunStopped, match="the disk of its folder may be full"):
         run(until_written(bundle.payload))
 
 

@@ -152,7 +152,7 @@ def test_a_broken_broadcast_names_who_failed_and_who_has_not_answered(monkeypatc
     failures = sender.finish().failures
     assert failures["http://a"] == "ConnectionError: reset by peer"
     assert failures["http://b"].endswith(
-        "engine http://a: ConnectionError: reset by peer; no answer by then from http://b"
+        "engine http://a: ConnectionError: reset by peer; no reply by then from http://b"
     )
 
 

@@ -88,7 +88,7 @@ def test_an_engine_with_other_weights_is_caught_by_its_receipt(sender, transport
     receipt = run(transport.deliver(old, control, info))
     new = send(sender, changed(state, 1.0), "run:5")
     with pytest.raises(
-        RuntimeError, match=r"holds other weights than were pushed: version run:5 sent but run:4 held"
+        RuntimeError, match=r"holds other weights than were pushed: version run:5 sent but run:4 loaded"
     ):
         check_receipt(new, receipt, control.url)
 
@@ -99,7 +99,7 @@ def test_a_checksum_that_differs_is_caught_although_the_version_agrees(engine, m
     bundle = send(sender, state, "run:6")
     receipt = run(shared_memory.deliver(bundle, *engine[:2]))
     assert receipt.checksum == bundle.checksum
-    with pytest.raises(RuntimeError, match=r"checksum \d+ sent but \d+ held"):
+    with pytest.raises(RuntimeError, match=r"checksum \d+ sent but \d+ loaded"):
         check_receipt(bundle, replace(receipt, checksum=receipt.checksum ^ 1), "engine-0")
     sender.close()
 

@@ -22,7 +22,7 @@ import numpy as np
 from slime.utils.machine.cores import num_cores
 
 _SPARSE, _DENSE = 0, 1
-_DENSE_FROM = 0.25  # share of changed elements from which positions cost more than they save
+_DENSE_FROM = 0.25  # above this share of changed elements, positions cost more than they save
 _ZSTD_LEVEL = 1
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _COUNT_BYTES = 8
@@ -34,25 +34,25 @@ class DeltaError(RuntimeError):
 
 
 def checksum_function(name: str) -> Callable[[Any], str]:
-    """The function that makes a checksum, as text, of a buffer of bytes."""
+    """Return the function that computes the checksum of a buffer of bytes, as text."""
     if name == "xxh3-128":
         import xxhash  # an extra: only deltas need it
 
         return lambda data: xxhash.xxh3_128_hexdigest(data)
     if name == "blake3":
-        import blake3  # type: ignore[import-not-found]  # no extra of ours: only this checksum needs it
+        import blake3  # type: ignore[import-not-found]  # not an extra of slime: only this checksum needs it
 
         return lambda data: blake3.blake3(data).hexdigest()
     return lambda data: f"{zlib.adler32(data):08x}"
 
 
 def worker_pool() -> concurrent.futures.ThreadPoolExecutor:
-    """Threads for tensors side by side: zstd, checksums and numpy let go of the interpreter."""
+    """Return threads for tensors in parallel: zstd, checksums and numpy release Python's lock."""
     return concurrent.futures.ThreadPoolExecutor(min(_MAX_THREADS, num_cores()))
 
 
 def encode(old: np.ndarray, new: np.ndarray, itemsize: int, encoding: str) -> tuple[int, bytes]:
-    """(number of changed elements, payload); the payload of equal bytes is empty.
+    """Return (number of changed elements, payload); the payload of equal bytes is empty.
 
     `old` and `new` are flat arrays of the same number of bytes; `itemsize` is that of the tensor's elements.
     """
@@ -74,7 +74,7 @@ def encode(old: np.ndarray, new: np.ndarray, itemsize: int, encoding: str) -> tu
 
 
 def apply(payload: bytes, data: np.ndarray, itemsize: int, encoding: str) -> None:
-    """Changes `data`, a flat array of bytes, in place. Raises DeltaError before it touches anything."""
+    """Apply a payload to `data`, a flat array of bytes, in place; DeltaError is raised before any change."""
     elements = data.view(_UNSIGNED[itemsize])
     raw = _decompress(payload, limit=1 + _COUNT_BYTES + elements.size * (8 + itemsize))
     try:
@@ -93,9 +93,9 @@ def _decompress(payload: bytes, limit: int) -> bytes:
     import zstandard  # as above
 
     try:
-        size = zstandard.frame_content_size(payload)  # first: a damaged size must not ask for all memory
+        size = zstandard.frame_content_size(payload)  # a damaged size must not allocate all memory
         if not 0 < size <= limit:
-            raise DeltaError(f"its payload claims {size} bytes, and at most {limit} make sense")
+            raise DeltaError(f"its payload claims {size} bytes, more than the possible {limit}")
         return bytes(zstandard.ZstdDecompressor().decompress(payload))
     except zstandard.ZstdError as error:
         raise DeltaError(f"its payload is not a zstd frame ({error})") from error

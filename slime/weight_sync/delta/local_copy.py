@@ -50,7 +50,7 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A way to reach a version: a start, and deltas in order. `full` None: from the version that is held."""
+    """A way to reach a version: a start, and deltas in order. `full` None: start from the current copy."""
 
     full: DeltaEntry | None
     deltas: tuple[DeltaEntry, ...]
@@ -73,7 +73,7 @@ class Arrival:
 
 
 class _Broken(DeltaError):
-    """A published folder does not lead where it says, unless what it was applied to is to blame."""
+    """A published folder does not give the version that it names, or the copy it was applied to is bad."""
 
     def __init__(self, entry: DeltaEntry, why: object):
         super().__init__(f"{entry.folder}: {why}")
@@ -81,7 +81,7 @@ class _Broken(DeltaError):
 
 
 def find_route(index: Index, held: str | None, target: str, without: Sequence[str] = ()) -> Route | None:
-    """The route with the least to read, from what is held or from a full copy. None: there is none."""
+    """Return the route with the fewest bytes, from the current copy or a full one; None: there is none."""
     usable = [entry for entry in index.entries if entry.folder not in without]
     fulls = {entry.version: entry for entry in usable if entry.base is None}
     deltas = {entry.version: entry for entry in usable if entry.base is not None}
@@ -101,7 +101,7 @@ def find_route(index: Index, held: str | None, target: str, without: Sequence[st
 
 @dataclass(slots=True)
 class _Attempts:
-    """What one call has found out. `broken`: folders, published or held, that did not apply, and why."""
+    """Findings of one call. `broken`: folders, published or local, that did not apply, and why."""
 
     started: float
     broken: dict[str, str] = field(default_factory=dict)
@@ -140,8 +140,8 @@ class LocalCopy:
     ) -> Arrival:
         """Bring the copy to at least `version` (None: the newest), or exactly it; waits until the deadline.
 
-        A delta that does not apply (damaged, another base) is left aside and a full copy taken; where
-        there is none the trainer is asked for one.
+        A delta that does not apply (damaged, another base) is skipped and a full copy used; if there is none,
+        the trainer is asked for one.
         """
         started = time.monotonic()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ class LocalCopy:
     def _attempt(
         self, source: DeltaSource, version: str | None, exact: bool, attempts: _Attempts
     ) -> Arrival | None:
-        """One try to follow; None: the version is not there yet."""
+        """Try once to reach the version; None: it is not published yet."""
         index, state = read_index(source), self._state()
         target = _target(index, version, exact)
         if target is None:
@@ -182,7 +182,8 @@ class LocalCopy:
             folder = self._follow(route, source, target, state)
         except _Broken as error:
             logger.warning("A published delta could not be applied: %s", error)
-            # The copy here may be at fault: it is left aside first. What fails on a full copy too is broken.
+            # The local copy may be damaged, so it is skipped first. A folder that fails on a full copy too is
+            # broken.
             at_fault = state["folder"] if state and route.full is None else error.entry.folder
             attempts.broken[at_fault] = str(error)
             return None
@@ -194,9 +195,9 @@ class LocalCopy:
             latest = read_index(source).latest
         except DeltaError as error:
             latest = f"unknown, as {error}"
-        tried = f" What was tried: {'; '.join(attempts.broken.values())}." if attempts.broken else ""
+        tried = f" Tried: {'; '.join(attempts.broken.values())}." if attempts.broken else ""
         return (
-            f"no way from weights {self.version} in {self._folder} to {version or 'the newest'}: {source} "
+            f"no route from weights {self.version} in {self._folder} to {version or 'the newest'}: {source} "
             f"publishes up to {latest}.{tried} The copy here is unchanged."
         )
 
@@ -226,7 +227,7 @@ class LocalCopy:
 
     def _switch(self, made: Path, version: str) -> Path:
         target = self._folder / folder_name("weights", version)
-        shutil.rmtree(target, ignore_errors=True)  # of an earlier life whose state was forgotten
+        shutil.rmtree(target, ignore_errors=True)  # left by an earlier process whose state file is lost
         sync_path(made)
         made.rename(target)
         sync_path(self._folder)
@@ -234,15 +235,15 @@ class LocalCopy:
         return target
 
     def _refuse_strange_weights(self) -> None:
-        """Folders called `weights-...` are removed one by one here, so they must be ours."""
+        """Refuse folders called `weights-...` that are not copies of ours, since such folders are removed."""
         strange = next(self._folder.glob("weights-*"), None)
         if strange is not None and not (self._folder / _LOCK).exists():
             raise DeltaError(
-                f"{self._folder} holds {strange.name}, which is no copy of ours; give an empty folder."
+                f"{self._folder} holds {strange.name}, which slime did not write; give an empty folder."
             )
 
     def _tidy(self, keep: str | None) -> None:
-        """Called before a new version: the one before the current is loaded by nobody any more."""
+        """Remove the version before the current one: no engine loads it any more."""
         for path in self._folder.iterdir():
             if path.name == _STAGING or (path.name.startswith("weights-") and path.name != keep):
                 shutil.rmtree(path, ignore_errors=True)
@@ -264,7 +265,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def _target(index: Index, version: str | None, exact: bool) -> str | None:
-    """The version to go to; None: it is not published yet."""
+    """Return the version to go to; None: it is not published yet."""
     if exact and version is not None:
         return version if any(entry.version == version for entry in index.entries) else None
     latest = index.latest
@@ -278,7 +279,7 @@ def _target(index: Index, version: str | None, exact: bool) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One published folder of a route, and where its files are; a full copy changes nothing."""
+    """One published folder of a route, and its files; the step of a full copy changes no bytes."""
 
     entry: DeltaEntry
     manifest: DeltaManifest
@@ -286,7 +287,7 @@ class _Step:
     files: dict[str, Path]
 
     def change(self, name: str, data: np.ndarray) -> None:
-        """Change a tensor's bytes to those of this version; DeltaError where that does not come about."""
+        """Change a tensor's bytes to those of this version; DeltaError if the result is another."""
         record = self.tensors[name]
         if data.size != record.nbytes:
             raise DeltaError(f"it has {data.size} bytes here, not {record.nbytes}")
@@ -306,14 +307,14 @@ def _read_steps(route: Route, source: DeltaSource, scratch: Path) -> list[_Step]
             manifest = DeltaManifest.from_json(source.read(entry.folder, MANIFEST))
             if (manifest.version, manifest.base) != (entry.version, entry.base):
                 raise DeltaError(
-                    f"made from {manifest.base} to {manifest.version}, where {INDEX} says from {entry.base} "
+                    f"made from {manifest.base} to {manifest.version}, but {INDEX} says from {entry.base} "
                     f"to {entry.version}"
                 )
             files = {
                 file: source.path_of(entry.folder, file, nbytes, scratch)
                 for file, nbytes in manifest.files.items()
             }
-        except (DeltaError, FileNotFoundError) as error:  # damaged, or tidied up by the trainer meanwhile
+        except (DeltaError, FileNotFoundError) as error:  # damaged, or removed by the trainer meanwhile
             raise _Broken(entry, error) from error
         steps.append(_Step(entry, manifest, {record.name: record for record in manifest.tensors}, files))
     return steps
@@ -336,7 +337,7 @@ def _rewrite(
             step.tensors[name].size for step in steps for name in regions if name in step.tensors
         ):
             for _ in pool.map(build, regions):
-                pass  # verified all the same: the copy on this disk is what an engine will load
+                pass  # verified, too: engines will load the copy on this disk
             os.link(path, target / path.name)
             continue
         with open(target / path.name, "wb") as out:
@@ -352,7 +353,7 @@ def _rewrite(
 def _builder(
     path: Path, regions: Mapping[str, tuple[int, int]], steps: Sequence[_Step]
 ) -> Callable[[str], np.ndarray]:
-    """name -> the tensor's bytes in the last version."""
+    """Return a function: name -> the tensor's bytes in the last version."""
 
     def build(name: str) -> np.ndarray:
         start, nbytes = regions[name]
@@ -368,7 +369,7 @@ def _builder(
 
 
 def read_header(path: Path) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The bytes of a safetensors file before its data, and name -> (offset in the file, bytes), in order."""
+    """Return the header of a safetensors file, and name -> (offset in the file, bytes), in order."""
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")

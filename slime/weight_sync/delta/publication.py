@@ -35,7 +35,7 @@ _CHUNK = 1 << 20
 
 
 def version_key(version: str) -> tuple[str, int]:
-    """`"3f2a:7"` -> `("3f2a", 7)`."""
+    """Parse `"3f2a:7"` into `("3f2a", 7)`."""
     run, _, number = version.rpartition(":")
     if not number.isdigit():
         raise ValueError(f"{version!r} is not a version of weights; they look like 3f2a:7")
@@ -88,11 +88,9 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor of a version.
-
-    `checksum` is that of all its bytes in this version. `size` bytes of payload lie at `offset` of `file`; 0:
-    it is the same as in the base. In a full checkpoint the bytes are in the safetensors files, and `file` is
-    empty.
+    """One tensor of a version. `checksum` covers all of its bytes in this version. `size` bytes of payload
+    lie at `offset` of `file`; 0: the bytes are those of the base. In a full checkpoint the bytes are in the
+    safetensors files, and `file` is empty.
     """
 
     name: str
@@ -107,7 +105,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class DeltaManifest:
-    """weights.json of one published folder. `files`: name -> bytes, of everything beside it."""
+    """weights.json of one published folder. `files`: name -> bytes, of all other files."""
 
     version: str
     base: str | None
@@ -137,16 +135,16 @@ class DeltaManifest:
 
 
 def check_name(name: str) -> None:
-    """Names come from other machines, and become paths here."""
+    """Refuse a name that is not a plain file name: names come from other machines, and become paths here."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise DeltaError(f"{name!r} is no name of a published file or folder")
+        raise DeltaError(f"{name!r} is not the name of a published file or folder")
 
 
 # ---- durable writes ----------------------------------------------------------------------------------------
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Readers see the old text or the new one, never a part."""
+    """Replace a file atomically: readers see the old text or the new one, never a part."""
     beside = path.with_name(path.name + ".tmp")
     beside.write_text(text, encoding="utf-8")
     sync_path(beside)
@@ -163,7 +161,7 @@ class DeltaSource(Protocol):
     def read(self, folder: str, file: str) -> bytes: ...
 
     def path_of(self, folder: str, file: str, nbytes: int, scratch: Path) -> Path:
-        """A file that can be opened here; it may be fetched into `scratch`."""
+        """Return the path of a file that can be opened here; it may be fetched into `scratch`."""
         ...
 
     def want_full(self) -> None:
@@ -172,12 +170,12 @@ class DeltaSource(Protocol):
 
 
 def open_source(where: str) -> DeltaSource:
-    """A folder, or http://host:port of a publisher."""
+    """Open a folder, or http://host:port of a publisher."""
     return HttpSource(where) if where.startswith(("http://", "https://")) else FolderSource(Path(where))
 
 
 def read_index(source: DeltaSource) -> Index:
-    """Empty where nothing is published yet."""
+    """Read the index; it is empty if nothing is published yet."""
     try:
         return Index.from_json(source.read("", INDEX))
     except FileNotFoundError:
@@ -219,7 +217,7 @@ class HttpSource:
         target = scratch / f"{folder}.{file}"
         with self._open(folder, file) as response, open(target, "wb") as out:
             shutil.copyfileobj(response, out, _CHUNK)
-        _check_size(target, nbytes)  # a connection that ends early looks like the end of the file
+        _check_size(target, nbytes)  # a connection that ends early ends the file, too
         return target
 
     def want_full(self) -> None:

@@ -45,7 +45,7 @@ from slime.wire.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
 
-_MAX_CHAIN = 32  # deltas after a full copy; a late engine follows them all
+_MAX_CHAIN = 32  # deltas after a full copy; a late engine applies all of them
 _SHARD_BYTES = 1 << 30
 _LOOK_S = 0.2
 
@@ -66,17 +66,17 @@ class DeltaSender:
     """
 
     def __init__(self, options: SenderOptions):
-        assert options.delta is not None, "a run that sends deltas says how"
+        assert options.delta is not None, "a run that sends deltas has options for them"
         self._options, self._delta, self._folder = options, options.delta, options.folder
         self._checksum = checksum_function(options.delta.checksum)
-        # The bytes of `_version`, or of the version that is being sent.
+        # Bytes of `_version`, or of the version that is being sent.
         self._known: dict[str, torch.Tensor] = {}
         self._sums: dict[str, str] = {}
         self._version: str | None = None  # None: nothing is published, or a push is under way
         self._base: str | None = None
         self._records: list[TensorRecord] = []
         self._index: list[DeltaEntry] = []
-        # Guards all of the above between the caller and the thread of full copies.
+        # Guards all fields above between the caller and the thread of full copies.
         self._state = threading.Lock()
         self._pool = worker_pool()
         self._closing = threading.Event()
@@ -153,7 +153,7 @@ class DeltaSender:
 
     @contextlib.contextmanager
     def _pushing(self, what: str) -> Iterator[None]:
-        """After any failure the next push is a full one: what was remembered is half old and half new."""
+        """Publish a full copy next if this push fails: the remembered bytes are then half old, half new."""
         try:
             with self._state, room_for(what, self._folder, "--update-weight-disk-dir"):
                 yield
@@ -167,7 +167,7 @@ class DeltaSender:
     def _write_delta(self, version: str, records: list[TensorRecord]) -> DeltaEntry:
         for file in list(self._staging.iterdir()):
             if not file.stat().st_size:
-                file.unlink()  # of a bucket in which nothing changed
+                file.unlink()  # for a bucket in which nothing changed
         return self._rename(self._staging, "delta", version, self._base, records)
 
     def _write_full(
@@ -205,7 +205,7 @@ class DeltaSender:
         return DeltaEntry(version, base, target.name, nbytes)
 
     def _publish(self, entry: DeltaEntry) -> None:
-        """Publish an entry, a late full copy in its place; what it makes superfluous is removed."""
+        """Publish an entry, a late full copy in its place; entries that become superfluous are removed."""
         if not self._index:
             self._options.after_writing(self._folder)
         later = [i for i, other in enumerate(self._index) if other.base == entry.version]
@@ -239,7 +239,7 @@ class DeltaSender:
                 try:
                     if self._write_full_late():
                         wanted.unlink(missing_ok=True)
-                except Exception:  # the run continues with deltas; the next round tries again
+                except Exception:  # the run continues with deltas; the next push tries again
                     logger.exception("A full copy of the weights could not be written to %s", self._folder)
                     self._closing.wait(10.0)
 
@@ -296,7 +296,7 @@ def _shards(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 async def prepare(bundle: WeightBundle, control: EngineControl) -> None:
-    """The copy beside the engine is brought to the version while the engine still generates."""
+    """Bring the engine's copy to the version while the engine still generates."""
     place: Published = bundle.payload
     agent = place.agents.get(control.url)
     if agent is not None:
@@ -319,7 +319,7 @@ async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo
 async def compare(
     bundle: WeightBundle, control: EngineControl, info: EngineInfo, shm_prefix: str
 ) -> list[str]:
-    """Against the copy, of which every tensor was checked against the trainer's checksum."""
+    """Compare the engine with the copy, whose tensors were all verified by the trainer's checksums."""
     place: Published = bundle.payload
     agent = place.agents.get(control.url)
     if agent is not None:

@@ -31,7 +31,7 @@ from slime.wire.control import EngineControl
 
 logger = logging.getLogger(__name__)
 
-_ASK_DEADLINE_S = 1200.0  # longer than an agent waits for a version
+_ASK_DEADLINE_S = 1200.0  # longer than the agent's own wait for a version
 
 
 class WeightAgent:
@@ -43,7 +43,7 @@ class WeightAgent:
         self._one = asyncio.Lock()
 
     async def pull(self, version: str | None, *, exact: bool, load: bool) -> dict[str, Any]:
-        """Brings the copy to the version, and the engine to the copy."""
+        """Bring the copy to the version, and the engine to the copy."""
         async with self._one:
             arrival = await asyncio.to_thread(
                 self._copy.bring_to, self._source, version, exact=exact, deadline_s=self._deadline_s
@@ -88,9 +88,8 @@ class WeightAgent:
 
 
 def serve(app: web.Application, host: str, port: int) -> None:
-    """Serves until it is ended; says first where it listens. Port 0: any free one.
-
-    Where other machines reach it, only those are served that have the token of the run's engines.
+    """Serve until the process is stopped; prints its address first. Port 0: any free one. If other machines
+    can connect, only clients with the token of the run's engines are served.
     """
     is_open = not http_utils.is_loopback(host)
     app.middlewares.append(browser_guard(known=None if is_open else names_of_this_machine()))
@@ -107,7 +106,7 @@ def serve(app: web.Application, host: str, port: int) -> None:
         listener = socket.create_server((host, port))
     except OSError as error:
         raise ValueError(
-            f"--port {port} on --host {host} cannot be had ({error.strerror}); choose another."
+            f"--port {port} on --host {host} cannot be used ({error.strerror}); choose another."
         ) from error
     print(f"listening on http://{host}:{listener.getsockname()[1]}", flush=True)
     app.on_cleanup.append(lambda app: http_utils.close_session())
@@ -115,7 +114,7 @@ def serve(app: web.Application, host: str, port: int) -> None:
 
 
 async def ask_agent(agent_url: str, version: str, *, load: bool) -> dict[str, Any]:
-    """Exactly this version: the trainer's push names what it must hold."""
+    """Ask for exactly this version: the trainer's push names the version that the engine must serve."""
     url = f"{agent_url.rstrip('/')}/pull"
     http_utils.authorize(url, os.environ.get(http_utils.TOKEN_VARIABLE))
     payload = {"version": version, "exact": True, "load": load}
@@ -125,7 +124,7 @@ async def ask_agent(agent_url: str, version: str, *, load: bool) -> dict[str, An
 
 
 def publisher_app(folder: Path) -> web.Application:
-    """Serves what is published in a folder, and nothing else of it."""
+    """Return an application that serves the published files of a folder, and nothing else."""
 
     async def index(request: web.Request) -> web.StreamResponse:
         return _file(folder / INDEX)
