@@ -17,7 +17,7 @@ moved.install()
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, loaded when asked for: a misspelt flag need not wait for what they bring along."""
+    """Load the public names on first use: a misspelt flag need not wait for their imports."""
     if name == "Sample":
         from slime.utils.types import Sample
 

@@ -71,7 +71,7 @@ def train(
     path. `data`: rows (dicts, or texts that are prompts), or what --prompt-data takes. A flag that takes
     the path of a function also takes the function. Checkpoints and the model go to the run's folder
     unless `save` says otherwise; `save=None` keeps none. Mistakes are ValueErrors that name the flag; an
-    interrupt ends every process of the run and then rises.
+    interrupt ends every process of the run and is then raised.
     """
     model = _fresh(model)
     with _run_folder(base_folder(model, flags.get("seed", 1234)), flags) as folder:

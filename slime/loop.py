@@ -5,7 +5,7 @@ from slime.cluster.start import OpenCluster, open_cluster
 
 
 def train(args: Args, opened: OpenCluster = open_cluster) -> None:
-    """Run `args` to its end. `opened`: what makes its parts; those of a simulation are modelled."""
+    """Run `args` to its end. `opened` builds the run's parts; a simulation passes modelled ones."""
     with opened(args) as cluster:  # engines, data source, trainer ranks
         schedule = cluster.schedule
         cluster.push_weights(schedule.start)
@@ -21,9 +21,9 @@ def train(args: Args, opened: OpenCluster = open_cluster) -> None:
             cluster.train(rollout_id, rollout.batch)
             if schedule.save_after(rollout_id):
                 cluster.save(rollout_id, rollout)
-            # Weights of both sides are on the device, nothing else.
+            # The device holds the weights of both sides and nothing else.
             cluster.push_weights(rollout_id + 1)
             if schedule.eval_after(rollout_id):
                 cluster.evaluate(rollout_id)
-            if cluster.end_step(rollout_id, rollout):  # somebody asked the run to stop
+            if cluster.end_step(rollout_id, rollout):  # a user requested a stop
                 break

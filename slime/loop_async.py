@@ -11,7 +11,7 @@ from slime.cluster.start import OpenCluster, open_cluster
 
 
 def train(args: Args, opened: OpenCluster = open_cluster) -> None:
-    """Run `args` to its end. `opened`: what makes its parts; those of a simulation are modelled."""
+    """Run `args` to its end. `opened` builds the run's parts; a simulation passes modelled ones."""
     args = for_asynchronous_loop(args)
     with opened(args, overlapped=True) as cluster:
         schedule = cluster.schedule
@@ -28,9 +28,9 @@ def train(args: Args, opened: OpenCluster = open_cluster) -> None:
                 cluster.save(rollout_id, rollout, in_flight)
             if (rollout_id + 1) % args.update_weights_interval == 0:
                 if in_flight is not None:
-                    in_flight.result()  # only now: weights must not change in mid-generation
+                    in_flight.result()  # only now: weights must not change during generation
                 cluster.push_weights(rollout_id + 1)
             if schedule.eval_after(rollout_id):
                 cluster.evaluate(rollout_id)
-            if cluster.end_step(rollout_id, rollout, in_flight):  # somebody asked the run to stop
+            if cluster.end_step(rollout_id, rollout, in_flight):  # a user requested a stop
                 break

@@ -105,7 +105,7 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname in MOVED or fullname in FACADES:
             holds = any(name.startswith(fullname + ".") for name in (*MOVED, *FACADES))
             listed = [name for names in FACADES.get(fullname, {}).values() for name in names]
-            # What it will be, for whoever reads the spec and imports nothing.
+            # Tools that read the spec without importing see here whether it is a package.
             state = MOVED.get(fullname) or frozenset(listed)
             return importlib.machinery.ModuleSpec(fullname, self, loader_state=state, is_package=holds)
         return None
@@ -113,16 +113,15 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         name = module.__name__
         homes = MOVED.get(name) or ", ".join(FACADES[name])
-        if not homes:  # a folder that others stand in
+        if not homes:  # a package of moved modules
             return
         # The import machinery's own frames do not count, so level 2 is the line that wrote the import.
         warnings.warn(f"{name} moved to {homes}; import it from there", DeprecationWarning, stacklevel=2)
         if name in MOVED:
-            # The import machinery reads the module back from
-            # sys.modules, so this makes both names one object.
+            # The import machinery reads the module back from sys.modules: both names become one object.
             sys.modules[name] = importlib.import_module(MOVED[name])
             return
-        module.__doc__ = f"Re-exports of {homes}, under the name they once had."
+        module.__doc__ = f"Re-exports of {homes}, under their old module name."
         for home, names in FACADES[name].items():
             source = importlib.import_module(home)
             for exported in names:

@@ -29,8 +29,8 @@ class PluginPoint:
     style: Style = "sync"
     keywords: tuple[str, ...] = ()  # passed by name
     optional: tuple[str, ...] = ()  # passed by name to functions that have such a parameter
-    methods: tuple[str, ...] = ()  # what an object of a class must offer
-    columns: bool = False  # may instead be called with lists, as TRL calls a reward
+    methods: tuple[str, ...] = ()  # methods that an object of the class must have
+    columns: bool = False  # may have TRL's signature, with lists
 
     @property
     def option(self) -> str:
@@ -54,7 +54,7 @@ PLUGIN_POINTS = (
         positional=("args", "rollout_id", "data_source"),
         keywords=("evaluation",),
         returns="RolloutFnTrainOutput, or a list of samples or groups",
-        when="once per rollout: makes all samples of it",
+        when="once per rollout: makes all of its samples",
     ),
     PluginPoint(
         "eval_function_path",
@@ -76,7 +76,7 @@ PLUGIN_POINTS = (
         positional=("args",),
         style="class",
         returns="an object with `async handle(request, forward)`, as slime.engines.middleware says",
-        when="once at start; then `handle` on each request and answer that passes the built-in balancer",
+        when="once at start; then `handle` on each request and response that passes the built-in balancer",
         methods=("handle",),
     ),
     PluginPoint(
@@ -114,7 +114,7 @@ PLUGIN_POINTS = (
     PluginPoint(
         "buffer_filter_path",
         positional=("args", "rollout_id", "buffer", "num_samples"),
-        returns="the groups it took out of the buffer",
+        returns="the groups that it took out of the buffer",
         when="before new prompts are fetched",
     ),
     PluginPoint(
@@ -139,7 +139,7 @@ PLUGIN_POINTS = (
         "custom_convert_samples_to_train_data_path",
         positional=("args", "samples"),
         returns="the train data (a RolloutBatch)",
-        when="instead of the conversion of samples",
+        when="instead of the built-in conversion of samples",
     ),
     PluginPoint(
         "custom_rollout_log_function_path",
@@ -213,7 +213,7 @@ PLUGIN_POINTS = (
         "custom_megatron_init_path",
         positional=("args",),
         returns="nothing",
-        when="once on every rank of the Megatron trainer: process groups stand, no model is built",
+        when="once on every rank of the Megatron trainer: process groups exist, the model is not built yet",
     ),
     PluginPoint(
         "custom_megatron_before_log_prob_hook_path",

@@ -33,7 +33,7 @@ class _Jump(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise Stalled("the simulated run waits, and nothing is on its way: that is a hang.")
+            raise Stalled("the simulated run hangs: it waits, and no event is scheduled.")
         if timeout > 0:
             self.now += timeout
         return []
@@ -71,12 +71,12 @@ class Clock:
         return self.loop.call_at(when, call, *args)
 
     def interrupt(self, error: BaseException) -> None:
-        """Whatever the driver waits for now, it gets this instead."""
+        """Raise this in the driver's current or next wait."""
         self._interrupt = error
         self.loop.stop()
 
     def wait(self, future: asyncio.Future[Any], deadline_s: float | None = None) -> bool:
-        """Time passes until it is done; False: the deadline came first."""
+        """Let time pass until the future is done; False: the deadline came first."""
         late = math.inf if deadline_s is None else self.now + deadline_s
         timer = None if deadline_s is None else self.at(late, self.loop.stop)
         future.add_done_callback(self._stop)
@@ -97,7 +97,7 @@ class Clock:
         self.loop.stop()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """`slime.utils.async_utils.run` of a simulated process."""
+        """Replaces `slime.utils.async_utils.run` in a simulated process."""
         strand = _strand_of_thread.get(threading.get_ident())
         if strand is not None:
             return strand.wait_for(coroutine)
@@ -115,7 +115,7 @@ class Clock:
         for strand in self._strands:
             strand.end()
         self._strands = []
-        for _ in range(3):  # what is cancelled may begin something else
+        for _ in range(3):  # a cancelled task may start another one
             tasks = [task for task in asyncio.all_tasks(self.loop) if not task.done()]
             if not tasks:
                 break
@@ -127,7 +127,7 @@ class Clock:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Within this block coroutines of the whole process run on this clock."""
+        """Run coroutines of the whole process on this clock within the block."""
         with async_utils.replaced_by(self.run):
             try:
                 yield
@@ -161,7 +161,7 @@ class Strand:
             result, error = self._work(), None
         except _Ended:
             result, error = None, None
-        except BaseException as raised:  # whatever was raised belongs to the caller
+        except BaseException as raised:  # any exception is passed to the caller
             result, error = None, raised
         finally:
             del _strand_of_thread[threading.get_ident()]
@@ -244,4 +244,4 @@ class ModelledHandle(Handle[T]):
         return Ready(value)
 
     def kill(self) -> None:
-        """Nothing to end: it lives in this process."""
+        """Do nothing: the object lives in this process."""

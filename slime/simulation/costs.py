@@ -30,7 +30,9 @@ EngineCosts = EngineCost | EnginePlan  # `running`: concurrent requests; `cached
 
 @dataclass(frozen=True, slots=True)
 class TrainerCost:
-    """A rank with lengths l takes fixed_s + sum(l) * per_token_s + sum(l^2) * per_pair_s for a step."""
+    """A rank with samples of lengths l takes fixed_s + sum(l) * per_token_s + sum(l^2) * per_pair_s for a
+    step.
+    """
 
     dp_size: int
     fixed_s: float

@@ -35,7 +35,7 @@ class Case:
     costs: Costs
     workload: Workload
     overlapped: bool
-    words: str  # what it is, for whoever looks at a failure
+    words: str  # description in the report of a failure
 
 
 @dataclass
@@ -102,7 +102,7 @@ def run_case(case: Case) -> tuple[str | None, Measured]:
         return "; ".join(audit.violations[:3]), measured
     oldest, bound = max(measured.staleness, default=0), case.args.max_weight_staleness
     if case.args.rollout_function_path == FULLY_ASYNC_ROLLOUT_FUNCTION and oldest > bound:
-        return f"tokens of age {oldest} were trained on, --max-weight-staleness is {bound}", measured
+        return f"tokens of age {oldest} were trained on, but --max-weight-staleness is {bound}", measured
     expected = case.args.num_rollout or 0
     if measured.error is None and audit is not None and len(audit.steps) != expected:
         return f"{len(audit.steps)} steps were trained, {expected} were asked for", measured

@@ -23,8 +23,8 @@ from slime.weight_sync.base import WeightBundle
 
 ROUTER = "http://modelled-router:1"
 VOCABULARY = 1 << 17
-_TOKEN = 7  # every token of a modelled answer
-_REFRESH_TOKENS = 256  # how long a decode rate is taken to hold while caches grow
+_TOKEN = 7  # every token of a modelled response
+_REFRESH_TOKENS = 256  # a decode rate is used for this long although caches grow
 _ABORT_S = 1e-3  # from an abort until the engine has ended the request
 
 
@@ -33,12 +33,12 @@ class _Request:
     number: int
     rid: str
     sample: str
-    prompt: float  # tokens, with all that was generated before
+    prompt: float  # tokens, including those generated before
     length: float  # tokens to make
     cut: bool  # the budget ends it
     answer: asyncio.Future[dict[str, Any]]
-    began: float = 0.0  # progress of the engine when it was admitted
-    marks: list[tuple[str, float]] = field(default_factory=list)  # version, from which of its tokens on
+    began: float = 0.0  # progress of the engine when the request was admitted
+    marks: list[tuple[str, float]] = field(default_factory=list)  # (version, first token with it)
     running: bool = False
 
 
@@ -55,7 +55,7 @@ class ModelledEngine:
         left: dict[str, float],
     ):
         self._clock, self._costs, self._lengths, self._unit = clock, costs, lengths, unit
-        self._left = left  # sample -> tokens that one which was cut short still has; of all engines
+        self._left = left  # sample -> tokens that an aborted one keeps; shared by all engines
         self.url = f"http://{name}:1"
         self.version = "default"
         self.alive = True
@@ -105,7 +105,7 @@ class ModelledEngine:
             raise
 
     def abort(self, rid: str, *, prefix: bool) -> None:
-        """Aborts all at once in order of arrival: nothing depends on the order of ids, which are random."""
+        """Abort all requests at once, in order of arrival: ids are random, so their order must not matter."""
         for request in (*self._running.values(), *self._waiting):
             if request.rid == rid or (prefix and request.rid.startswith(rid)):
                 if not self._aborted:
@@ -177,7 +177,7 @@ class ModelledEngine:
         self.tokens += made * len(self._running)
 
     def _change(self) -> None:
-        """Something came, went or changed: admit what has room, and find out when the next one ends."""
+        """Admit waiting requests that fit, and schedule the next end of a request."""
         self._advance()
         if self.alive and not self._paused:
             while self._waiting and len(self._running) < self._costs.max_running:
@@ -307,7 +307,7 @@ class ModelledFleet:
 
     restore = release
 
-    # as servers
+    # requests to servers
 
     async def _route(self, method: str, path: str, payload: Any, headers: Mapping[str, str]) -> Any:
         if path == "workers":
@@ -315,7 +315,7 @@ class ModelledFleet:
         alive = [engine for engine in self.engines if engine.alive]
         if not alive:
             raise HttpError(503, "no engine is in rotation", ROUTER)
-        if payload.get("stream"):  # a whole group in one request: its members are then sent alone
+        if payload.get("stream"):  # refuse a whole group: its members are then sent alone
             raise HttpError(400, "modelled engines stream nothing", ROUTER)
         return await min(alive, key=lambda engine: engine.load).generate(payload)
 
@@ -343,7 +343,7 @@ class ModelledFleet:
             self._clock.at(self._clock.now + restart_s, self._wake, engine)
 
     def _wake(self, engine: ModelledEngine) -> None:
-        """Brings an engine back with the weights of now; within a push when that is over."""
+        """Bring an engine back with the current weights; during a push, when the push is over."""
         if self.pushing:
             self._clock.at(self._clock.now + 1.0, self._wake, engine)
         else:

@@ -33,10 +33,10 @@ class ModelledRank:
     def __init__(self, clock: Clock, costs: TrainerCost):
         self._clock, self._costs, self._saved_in = clock, costs, Path()
         self._death: asyncio.Future[None] = clock.loop.create_future()
-        self.version: int | None = None  # of the weights, as engines will know them
+        self.version: int | None = None  # weight version, as engines will know it
 
     async def work(self, seconds: float) -> None:
-        """Takes its time; WorkerDied if it does not live that long."""
+        """Let the time of the work pass; WorkerDied if the rank is killed in between."""
         if not self._death.done():
             await asyncio.wait([self._death], timeout=seconds)
         if self._death.done():
@@ -156,7 +156,7 @@ class ModelledTrainGroup(TrainGroup):
 
 
 def _ages(batch: RolloutBatch, version: int | None) -> dict[str, float]:
-    """Share of tokens by how many versions they are behind the weights that they train."""
+    """Return the share of trained tokens by their age in weight versions."""
     if version is None or "versions" not in batch:
         return {}
     found = torch.cat([versions.long() for versions in batch["versions"]])

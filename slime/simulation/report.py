@@ -42,7 +42,7 @@ class SplitRow:
 
 
 def simulate_splits(args: Args, options: argparse.Namespace) -> tuple[list[SplitRow], list[str]]:
-    """One simulation for each split, fastest first; and what it was computed from."""
+    """Run one simulation for each split; return them fastest first, and the assumptions."""
     overlapped = options.loop != "sync"
     most = float(args.rollout_max_response_len or 4096)
     source = options.lengths or f"lognormal:{most / 4:g}:0.8"
@@ -51,7 +51,7 @@ def simulate_splits(args: Args, options: argparse.Namespace) -> tuple[list[Split
     mean, _, sigma = options.reward_s.partition(":")
     rewards = RewardModel(float(mean), float(sigma or 0), options.reward_failures, options.seed)
     about = [
-        f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} answers of about "
+        f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses of about "
         f"{lengths.mean:.0f} tokens ({source}), {options.steps} steps, "
         f"seed {options.seed}; one token stands for {unit}"
     ]
@@ -166,5 +166,5 @@ def table(rows: Sequence[SplitRow]) -> list[str]:
     lost = {cause.replace("_", " "): n for cause, n in best.measured.waste.items() if n}
     made = max(best.measured.engine_tokens, 1.0)
     shares = ", ".join(f"{cause} {n / made:.1%}" for cause, n in sorted(lost.items()))
-    lines.append(f"tokens that taught nothing: {shares or 'none'}")
+    lines.append(f"tokens without a learning signal: {shares or 'none'}")
     return lines

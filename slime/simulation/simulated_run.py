@@ -59,7 +59,7 @@ class Killed(BaseException):
 class Measured:
     """Measurements of a simulated run. Times are virtual seconds; token counts are real."""
 
-    step_ends: list[float] = field(default_factory=list)  # when each training step was over
+    step_ends: list[float] = field(default_factory=list)  # end time of each training step
     logged: dict[int, dict[str, float]] = field(default_factory=dict)  # by rollout
     counts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     waste: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # tokens by cause
@@ -68,7 +68,7 @@ class Measured:
     engine_running: float = 0.0  # requests at once, on average, of each engine
     trainer_busy: float = 0.0
     engine_tokens: float = 0.0
-    trained_tokens: float = 0.0  # of answers
+    trained_tokens: float = 0.0  # of responses
     train_s: float = 0.0
     num_starts: int = 0
     audit: Audit | None = None
@@ -76,7 +76,7 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """Mean time from one training step to the next; the first one has nothing before it."""
+        """Mean time from one training step to the next; the first step has no predecessor."""
         ends = self.step_ends
         return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else self.wall_s
 
@@ -207,16 +207,16 @@ class Simulation:
                 if not self.keeps:
                     self.measured.error = "a trainer rank died in a run without --save"
                     return
-            self.clock.end_all()  # what lived in the memory of the driver is gone
+            self.clock.end_all()  # everything in the driver's memory is lost
             fully_async_rollout._workers.clear()
             ledger.use(None)
             self.clock.run(asyncio.sleep(self.workload.faults.run_restart_s))
-        self.measured.error = f"the run was started {_MAX_STARTS} times and did not come to its end"
+        self.measured.error = f"the run was started {_MAX_STARTS} times and did not finish"
 
     def _strike(self, fault: work.Fault) -> None:
         fleet, plan = self._fleet, self.workload.faults
         if fleet is None or self._trainer is None:
-            return  # the run is down already
+            return  # the run has ended already
         if fault.kind == "engine":
             fleet.die(fault.which, plan.engine_restart_s)
         elif fault.kind == "trainer":
@@ -364,14 +364,14 @@ class Simulation:
         measured, passed = self.measured, self.clock.now - began
         self._fleet_s += passed * len(fleet.engines)
         busy = sum(engine.busy_s for engine in fleet.engines)
-        measured.engine_busy += busy  # shares once the run is over
+        measured.engine_busy += busy  # converted to shares when the run is over
         measured.engine_running += sum(engine.running_s for engine in fleet.engines)
         measured.engine_tokens += sum(engine.tokens for engine in fleet.engines)
         measured.train_s += trainer.busy_s
         measured.trained_tokens += trainer.tokens - trainer.num_samples * self.workload.prompt_tokens
 
     def shares(self) -> Measured:
-        """The sums over all starts, as shares of the time that the run took."""
+        """Convert the sums over all starts to shares of the run's time."""
         measured = self.measured
         measured.engine_running /= max(measured.engine_busy, 1e-9)
         measured.engine_busy /= max(self._fleet_s, 1e-9)
@@ -381,7 +381,7 @@ class Simulation:
 
 @contextlib.contextmanager
 def _plug_ins(workload: work.Workload) -> Iterator[None]:
-    """Prompts and rewards are of the workload, and no tokenizer is needed."""
+    """Install the workload's prompts and rewards, which need no tokenizer."""
     before = generation_state.load_tokenizer
     generation_state.load_tokenizer = lambda *_: None  # type: ignore[assignment]
     work.use(workload)
@@ -394,6 +394,6 @@ def _plug_ins(workload: work.Workload) -> Iterator[None]:
 
 
 def _fast_folder() -> str | None:
-    """Memory, where the machine has it as a folder: nothing of a simulation is kept."""
+    """Return a folder in memory, if the machine has one: nothing of a simulation is kept."""
     shared = Path("/dev/shm")
     return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > 1 << 28 else None

@@ -8,9 +8,9 @@ from slime.arguments import Args
 from slime.simulation.workload import PROMPTS, REWARD
 
 _LEDGER_MIB = 256
-_MEAN_UNITS = 12  # about so many tokens of the simulation has an answer
+_MEAN_UNITS = 12  # simulated tokens of a typical response
 
-# Functions of a user's that need real samples, models or files.
+# Settings that need real samples, models or files.
 _LEFT_OUT = """
     hf_checkpoint prompt_data eval_interval eval_config custom_generate_function_path
     custom_rollout_log_function_path custom_eval_rollout_log_function_path rollout_sample_filter_path
@@ -55,7 +55,7 @@ def simulated_args(args: Args, *, steps: int, unit: int, keeps: bool) -> Args:
 
 
 def unit_for(mean_length: float) -> int:
-    """A power of two, such that an answer of usual length has about a dozen tokens."""
+    """Return a power of two such that a typical response has about a dozen simulated tokens."""
     unit = 1
     while mean_length / (2 * unit) >= _MEAN_UNITS:
         unit *= 2

@@ -54,7 +54,7 @@ class LengthModel:
         return cls(kind, values, most, seed)
 
     def answer(self, seed: int) -> float:
-        """One that is longer than `most` stays so: whoever asks for it cuts it off."""
+        """A length above `most` is returned as it is: the caller truncates it."""
         draw = random.Random(mix64(self.seed, seed))
         match self.kind:
             case "fixed":
@@ -70,7 +70,7 @@ class LengthModel:
 
     @property
     def mean(self) -> float:
-        """The mean length of answers as they are cut off."""
+        """Mean response length after truncation."""
         return sum(min(self.most, self.answer(i)) for i in range(2000)) / 2000
 
 
@@ -80,7 +80,7 @@ def lengths_of_run(folder: Path) -> list[float]:
         answers = record.answers(Select(kind="train", limit=1_000_000))
     found = [float(answer.num_tokens) for answer in answers]
     if not found:
-        raise ValueError(f"{folder} has no recorded answers: it was run with --record-max-mib 0.")
+        raise ValueError(f"{folder} has no recorded responses: it was run with --record-max-mib 0.")
     return found
 
 
@@ -150,7 +150,7 @@ def use(workload: Workload | None) -> None:
 
 
 def current() -> Workload:
-    assert _current is not None, "a simulation sets it before it begins"
+    assert _current is not None, "a simulation sets the workload first"
     return _current
 
 

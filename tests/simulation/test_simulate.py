@@ -169,7 +169,11 @@ def test_the_command_prints_the_splits_and_the_best_of_them(capsys):
     words += "--n-samples-per-prompt 2 --rollout-max-response-len 1024 --loop fully-async"
     assert main(words.split()) == 0
     printed = capsys.readouterr().out
-    assert "best: " in printed and "engines trainer" in printed and "tokens that taught nothing: " in printed
+    assert (
+        "best: " in printed
+        and "engines trainer" in printed
+        and "tokens without a learning signal: " in printed
+    )
     assert printed.count("%  ") > 3
     assert max(map(len, printed.splitlines())) <= 80
 
