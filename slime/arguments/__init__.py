@@ -13,7 +13,7 @@ __all__ += ["with_defaults"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the parser when a script asks for `parse_args`: whoever only reads settings needs none of it."""
+    """Load the parser only when a script asks for `parse_args`; readers of settings do not need it."""
     if name == "parse_args":
         return importlib.import_module("slime.arguments.parser").parse_args
     raise AttributeError(f"module 'slime.arguments' has no attribute {name!r}")

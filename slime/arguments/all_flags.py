@@ -78,10 +78,10 @@ class Flags(
     offload_rollout: bool
     distributed_backend: str
     run_dir: str
-    hf_checkpoint: str  # None only where --debug-rollout-only runs a rollout function of one's own
-    critic_overrides: dict[str, Any]  # no flag: what --megatron-config-path says of the critic alone
-    megatron_config: dict[str, Any]  # no flag: fields of megatron-core that were given as flags
-    start_from: str  # no flag: who has the first weights, --hf-checkpoint or a torch_dist folder
+    hf_checkpoint: str  # None only for --debug-rollout-only with a custom rollout function
+    critic_overrides: dict[str, Any]  # no flag: settings of the critic alone, from --megatron-config-path
+    megatron_config: dict[str, Any]  # no flag: fields of megatron-core given as flags
+    start_from: str  # no flag: source of the first weights, --hf-checkpoint or a torch_dist folder
 
 
 GROUPS = Flags.__bases__
@@ -89,7 +89,7 @@ GROUPS = Flags.__bases__
 
 @functools.cache
 def all_specs() -> dict[str, FlagSpec]:
-    """Flag name -> declaration, in the order of the help."""
+    """Return flag name -> declaration, in the order of the help."""
     specs: dict[str, FlagSpec] = {}
     for group in GROUPS:
         for spec in specs_of(group):

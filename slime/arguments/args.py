@@ -18,7 +18,7 @@ class Args(Flags):
     """
 
     eval_datasets: list[EvalDatasetConfig]  # from --eval-config or --eval-prompt-data; empty: no evaluation
-    sglang_options: list[str]  # SGLang's own flags (--sglang-...) as words of its command line
+    sglang_options: list[str]  # SGLang's own flags (--sglang-...) as arguments of its command line
     router_options: list[str]  # flags of SGLang's router (--router-...), likewise
     engine_topology: Topology  # which engines serve which models
 
@@ -34,11 +34,11 @@ class Args(Flags):
 
     @classmethod
     def of(cls, draft: Draft) -> "Args":
-        """The settings of a draft, which nobody changes any more."""
+        """Freeze the settings of a draft."""
         return cls(draft.values, draft.sources, draft.warnings)
 
     def reopen(self, *, training_loop: str) -> Draft:
-        """These settings as a draft, with their sources, for rules to change."""
+        """Return these settings as a draft, with their sources, so that rules can change them."""
         draft = Draft(all_specs(), training_loop=training_loop)
         draft.values, draft.sources, draft.warnings = self.to_dict(), self.sources, list(self.warnings)
         return draft
@@ -54,7 +54,7 @@ class Args(Flags):
         return self._warnings
 
     def to_dict(self, *, hide_secrets: bool = False) -> dict[str, Any]:
-        """A deep copy of all values, free to change; with `hide_secrets` it may be written to a file."""
+        """Return a deep copy of all values, free to change; `hide_secrets`: safe to write to a file."""
         values = copy.deepcopy(vars(self))
         if hide_secrets:
             secret = [name for name, spec in all_specs().items() if spec.info.secret]
@@ -91,7 +91,7 @@ class Args(Flags):
 
 
 def default_args(**changes: Any) -> Args:
-    """Every flag at its default except those named, to build a trainer alone; no rule runs."""
+    """Return every flag at its default except those named, to build a trainer alone; no rule runs."""
     values = {name: copy.copy(spec.default) for name, spec in all_specs().items()} | changes
     derived = {
         "policy_loss_type": ESTIMATORS[values["advantage_estimator"]].policy_loss,

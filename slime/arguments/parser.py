@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 _OWN_SGLANG_OPTIONS = [spec.option for spec in all_specs().values() if spec.option.startswith(PREFIX)]
 
-Preset = Callable[[Draft], Mapping[str, Any]]  # what the user gave -> values for other flags
+Preset = Callable[[Draft], Mapping[str, Any]]  # values from the user -> values for other flags
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 
@@ -59,11 +59,11 @@ def parse_args(
     training_loop: str = SYNCHRONOUS,
     preset: Preset | None = None,
 ) -> Args:
-    """The settings of a run from its command line (and the files it names), checked and complete.
+    """Return the settings of a run from its command line (and the files it names), checked and complete.
 
     Raises ValueError for anything a user can get wrong. `--help` and `--print-config` print and exit with 0.
     `add_custom_arguments(parser)` may add flags of its own with `parser.add_argument`. `training_loop` is the
-    one that will run them: some defaults follow from it. `preset` gives values that replace defaults.
+    loop that will run: some defaults depend on it. `preset` gives values that replace defaults.
     """
     refusals = Refusals()
     parser, custom = build_parser(add_custom_arguments, refusals)
@@ -119,7 +119,7 @@ def _read_all(
                 others[owner] = flags | others[owner]
     for name, value in given.items():
         if name in all_specs() and all_specs()[name].info.rows is not None:
-            value = functools.reduce(operator.or_, value, draft.values[name])  # files, then words in order
+            value = functools.reduce(operator.or_, value, draft.values[name])  # first files, then arguments
         draft.set(name, value, COMMAND_LINE)
     if draft.custom_config_path:
         with refusals.collect("--custom-config-path"):
@@ -130,7 +130,7 @@ def _read_all(
     for name, flag in custom.items():
         if flag.required and not draft.was_given(name):
             refusals.add("Command line", f"{flag.action.option_strings[0]} is required.")
-    draft.set("router_options", others["router"], DEFAULT)  # the rules make one list of words of them
+    draft.set("router_options", others["router"], DEFAULT)  # the rules turn them into one list of arguments
     draft.idle += [f"{option} is set, but {why_idle(option)}." for option in others["idle"]]
     with refusals.collect("Flags of SGLang"):
         _apply_server_flags(draft, others["sglang"])
@@ -141,7 +141,7 @@ def _read_all(
 
 
 def _owner(option: str) -> str | None:
-    """Say whose flag an option is that slime does not declare; None: it is unknown."""
+    """Return whose flag an undeclared option is; None: it is unknown."""
     name = option.removeprefix("--")
     if why_idle(option) is not None:
         return "idle"
@@ -163,7 +163,7 @@ class CustomFlag:
     required: bool
 
     def read(self, value: Any) -> Any:
-        """A value of a file, or a default; text goes through the flag's own type, as argparse does it."""
+        """Return a value from a file, or a default; text is converted by the flag's type, as in argparse."""
         reader = self.action.type
         return reader(value) if isinstance(value, str) and callable(reader) else value
 
@@ -213,7 +213,7 @@ def build_parser(
 
 
 def _take_over(action: argparse.Action) -> CustomFlag:
-    """Leave argparse only the reading: defaults and required flags are decided after files are read."""
+    """Let argparse only read values: defaults and required flags are decided after files are read."""
     flag = CustomFlag(action, None, action.required)
     default = None if action.default is argparse.SUPPRESS else flag.read(action.default)
     action.required, action.default = False, argparse.SUPPRESS
@@ -236,7 +236,7 @@ def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec, refusals: Refusal
 
 
 def _word_reader(spec: FlagSpec, refusals: Refusals) -> Callable[[str], Any]:
-    """A wrong word is kept for the report of all mistakes, and the flag counts as not set."""
+    """Return a reader that keeps an invalid value for the report of all mistakes."""
 
     def read(word: str) -> Any:
         try:
@@ -280,7 +280,7 @@ def _explain_unknown(words: list[str], argv: list[str], options: list[str]) -> l
 
 
 def _explain_unknown_flag(flag: str, options: list[str]) -> str:
-    """A hint only where it is near: the same thing under another name, or a slip of the pen."""
+    """Explain an unknown flag; a hint names a close match or the name of another framework's flag."""
     name = flag.replace("_", "-").removeprefix("--")
     if name in SYNONYMS:
         return f"unknown flag {flag}; it is called --{SYNONYMS[name]} here."
@@ -291,7 +291,7 @@ def _explain_unknown_flag(flag: str, options: list[str]) -> str:
 
 
 def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
-    """Flags of SGLang's own; giving one means SGLang unless another engine was asked for."""
+    """Apply flags of SGLang itself; giving one selects SGLang unless another engine is named."""
     for option in found:
         near = get_close_matches(option.replace("_", "-"), _OWN_SGLANG_OPTIONS, n=1, cutoff=0.9)
         if near:
@@ -310,7 +310,7 @@ def _apply_server_flags(draft: Draft, found: dict[str, list[str]]) -> None:
 
 
 def _apply_megatron_flags(draft: Draft, found: dict[str, list[str]]) -> None:
-    """Fields of Megatron's configuration."""
+    """Apply fields of Megatron's configuration."""
     if not found:
         return
     if draft.was_given("train_backend") and not BACKENDS[draft.train_backend].takes_megatron_flags:
@@ -324,7 +324,7 @@ def _apply_megatron_flags(draft: Draft, found: dict[str, list[str]]) -> None:
 def _read_settings(
     draft: Draft, content: dict[str, Any], path: str, custom: dict[str, CustomFlag], refusals: Refusals
 ) -> dict[str, dict[str, list[str]]]:
-    """Set what a file says; return the flags of other programs in it by their owner, as words."""
+    """Set the values of a file; return the flags of other programs in it, by owner, as arguments."""
     others: dict[str, dict[str, list[str]]] = defaultdict(dict)
     for key, value in content.items():
         for name, new in renamed_key(name_of(str(key)), value).items():
@@ -359,7 +359,7 @@ def _apply_roles(
 def _apply_key(
     draft: Draft, key: str, name: str, value: Any, path: str, custom: dict[str, CustomFlag]
 ) -> None:
-    """One key of --config; ValueError says what is wrong with it."""
+    """Apply one key of --config; ValueError explains what is wrong with it."""
     if name in custom:
         draft.set(name, custom[name].read(value), f"file {path}")
         return
@@ -384,7 +384,7 @@ def _find_key(key: str, name: str, path: str, *, is_heading: bool) -> tuple[Flag
     if is_unbuilt(option_of(name).removeprefix("--")):
         raise ValueError(f"{path}: {why_unbuilt(key)}")
     if is_heading:
-        raise ValueError(f"{path}: {key!r} holds keys of its own; write them at the left margin, without it.")
+        raise ValueError(f"{path}: {key!r} contains other keys; write those at the left margin, without it.")
     if known := SYNONYMS.get(name.replace("_", "-")):
         raise ValueError(f"{path}: unknown key {key!r}; it is called {known!r} here.")
     near = get_close_matches(name, spellings, n=1)
@@ -392,7 +392,7 @@ def _find_key(key: str, name: str, path: str, *, is_heading: bool) -> tuple[Flag
 
 
 def read_file_value(spec: FlagSpec, value: Any, where: str) -> Any:
-    """A value of a YAML file as the flag's type."""
+    """Convert a value of a YAML file to the flag's type."""
     try:
         if isinstance(value, list) and not spec.many:
             raise ValueError("expected one value, found a list")
@@ -404,7 +404,7 @@ def read_file_value(spec: FlagSpec, value: Any, where: str) -> Any:
 
 
 def _apply_custom_config(draft: Draft, path: str) -> None:
-    """Applies the file before the rules, so that none is escaped. Unknown keys belong to plug-ins."""
+    """Apply the file before the rules, so that all of them see it. Unknown keys belong to plug-ins."""
     for key, value in read_yaml_mapping(path, "--custom-config-path").items():
         name = str(key).replace("-", "_")
         if hasattr(Args, name) and name not in all_specs():

@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
     run.debug_modes,
     run.dumps_and_assertions,
     checkpoints.megatron_checkpoints,
-    agents.environment,  # before what is needed: it brings prompts and a generate function
+    agents.environment,  # before `required`: it adds prompts and a generate function
     run.needed_flags,
     rollout.sampling,
     rollout.context_length,
@@ -63,7 +63,7 @@ RULES: tuple[Rule, ...] = (
     rewards.rewards,
     evaluation.evaluation,
     checkpoints.checkpoints,
-    # Before the engine is chosen: what is asked for must make sense whatever is installed.
+    # Before the engine is chosen: settings must be consistent whatever is installed.
     topology.topology_source,
     engine.engine_choice,
     trained_sampling.trained_sampling,
@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
     profiling.profiling,
     roles.critic_role,
     run.check_paths_exist,
-    paths.absolute_paths,  # these four before settings are compared with those of the folder's run
+    paths.absolute_paths,  # these four run before settings are compared with the folder's run
     run.seeds,
     micro_batches.token_limit,
     micro_batches.keep_micro_batches,

@@ -22,10 +22,10 @@ class RunInfo:
     rollout_num_engines: int = 0
     vocab_size: int | None = None
     max_context_len: int | None = None
-    num_layers: int | None = None  # of the policy; None: no engines, or its config does not say
+    num_layers: int | None = None  # layers of the policy; None: no engines, or unknown
     moe_router_topk: int | None = None  # experts per token; None: it has no experts
-    overlapped_loop: bool = False  # the loop makes a rollout while the one before it is trained
-    # Address of the router of each model; that of the policy also stands above.
+    overlapped_loop: bool = False  # the loop generates a rollout while it trains on the previous one
+    # Address of the router of each model; the policy's is also in the fields above.
     sglang_model_routers: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
@@ -47,18 +47,18 @@ class PluginArgs(argparse.Namespace, Flags):
     overlapped_loop: bool
 
     def change(self, name: str, value: float) -> None:
-        """Set a value that was changed during the run; everybody who holds this object sees it."""
+        """Set a value that changed during the run; every holder of this object sees it."""
         vars(self)[name] = value
 
 
 def plugin_args(args: Args, run_info: RunInfo) -> PluginArgs:
-    """A copy of all arguments, with the facts of this run laid over them."""
+    """Return a copy of all arguments, extended by the facts of this run."""
     facts = copy.deepcopy(vars(run_info)) | {"engine_urls": list(run_info.engine_urls)}
     return PluginArgs(**args.to_dict() | facts)
 
 
 def with_defaults(given: PluginArgs) -> PluginArgs:
-    """A namespace that a plug-in made for itself gets, in place, what it leaves out; ours stays as it is."""
+    """Fill in place what is missing in a namespace that a plug-in made; our own is returned unchanged."""
     if not isinstance(given, Flags):
         defaults = plugin_args(default_args(rollout_engine="sglang"), RunInfo("", ""))
         for name, value in vars(defaults).items():

@@ -79,7 +79,7 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
         ),
         (
             {"actor_num_nodes": 2, "runtime": "local"},
-            "--actor-num-nodes is 2, but --runtime local has this machine alone; use --runtime ray",
+            "--actor-num-nodes is 2, but --runtime local uses this machine only; use --runtime ray",
         ),
         (
             {"balance_by_flops": True, "micro_batch_size": 2},
@@ -99,7 +99,7 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
             {"save_debug_rollout_data": "x{step}.pt"},
             "--save-debug-rollout-data is x{step}.pt: not a template",
         ),
-        ({"debug_rollout_only": True, "debug_train_only": True}, "leave nothing to run"),
+        ({"debug_rollout_only": True, "debug_train_only": True}, "leave nothing to do"),
         (
             {"debug_rollout_only": True, "load_debug_rollout_data": "{rollout_id}.pt"},
             "--load-debug-rollout-data implies --debug-train-only",
@@ -220,7 +220,7 @@ def test_batch_algebra_is_explained_in_words():
             "100, but 32 prompts x 8 samples = 256 = 2 optimizer steps of 100 and 56 left over.*128",
         ),
         ({"global_batch_size": 512}, "one rollout makes only 32 prompts x 8 samples = 256.*at most 256"),
-        ({"num_steps_per_rollout": 3}, "256 cannot be cut into 3 equal optimizer steps.*nearest: 2"),
+        ({"num_steps_per_rollout": 3}, "256 cannot be split into 3 equal optimizer steps.*nearest: 2"),
         ({"num_steps_per_rollout": 2, "global_batch_size": 64}, "together 128 samples.*2 steps of 128"),
     ],
 )

@@ -33,7 +33,7 @@ def test_a_16_bit_checkpoint_is_served_in_fp8_by_one_flag():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--rollout-external-engine-addrs", "127.0.0.1:1"), "decide themselves what they hold"),
+        (("--rollout-external-engine-addrs", "127.0.0.1:1"), "choose their own format"),
         (("--debug-rollout-only",), "pushes nothing to engines"),
         (("--lora-rank", "4", "--lora-sync", "adapter"), "use --lora-sync merged"),
     ],

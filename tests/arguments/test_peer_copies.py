@@ -11,7 +11,7 @@ def test_copies_are_whole_checkpoints_of_one_machine():
     with pytest.raises(ValueError, match="--peer-copies needs the optimizer"):
         parse(peer_copies=1, no_save_optim=True)
     assert parse(peer_copies=1, actor_num_nodes=2).peer_copies == 1
-    with pytest.raises(ValueError, match="megatron and --actor-num-nodes 2: its checkpoints want one"):
+    with pytest.raises(ValueError, match="megatron and --actor-num-nodes 2: its checkpoints need one"):
         parse(peer_copies=1, actor_num_nodes=2, train_backend="megatron")
     assert parse(peer_copies=1, save="x", async_save=True).async_save is False
     assert parse(peer_copies=1, max_restarts=0).peer_copies == 0

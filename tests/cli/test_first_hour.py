@@ -73,7 +73,7 @@ def test_a_nested_file_of_settings_is_told_that_keys_are_flat(tmp_path):
     with pytest.raises(ValueError) as caught:
         parse_args(["--config", str(file)])
     text = str(caught.value)
-    assert "'model' holds keys of its own" in text and "'training'" in text and "at the left margin" in text
+    assert "'model' contains other keys" in text and "'training'" in text and "at the left margin" in text
     assert "required" not in text
     file.write_text("optimizer:\n  lr: 1e-6\n")  # which is a flag, and not a group
     with pytest.raises(ValueError, match="expected text, found a dict"):

@@ -30,9 +30,9 @@ def test_what_it_needs_is_derived_or_asked_for(tmp_path):
     assert (args.update_weight_transport, args.update_weight_disk_dir) == ("disk", f"{save}/weights")
     assert (args.offload_train, args.offload_rollout) == (False, True)
     for words, message in (
-        ([], "starts the trainer again from checkpoints; add --save DIR"),
+        ([], "restarts the trainer from checkpoints; add --save DIR"),
         (["--save", save, "--no-save-optim"], "needs the optimizer in checkpoints"),
-        (["--save", save, "--update-weight-transport", "distributed"], "an engine that comes late; use"),
+        (["--save", save, "--update-weight-transport", "distributed"], "engines that start late; use"),
         (["--save", save, "--update-weights-interval", "2"], "pushes after every rollout"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -234,7 +234,7 @@ def test_external_engines_take_no_gpu_of_ours():
     args = parse("--rollout-external-engine-addrs", "10.0.0.5:30000", "10.0.0.6:30000", rollout_num_gpus=None)
     assert args.rollout_num_gpus == 0 and not args.colocate
     assert [slot.gpu_ids for slot in plan_placement(args, 1).engines] == [(), ()]
-    with pytest.raises(ValueError, match="external engines bring their own GPUs"):
+    with pytest.raises(ValueError, match="external engines have their own GPUs"):
         parse("--rollout-external-engine-addrs", "10.0.0.5:30000", strict=True)
 
 

@@ -2,24 +2,24 @@
 
 import os
 
-# Without one of these nodes no CUDA or ROCm device can be used, and torch need not be loaded to say so.
+# Without one of these nodes there is no usable CUDA or ROCm device, so torch need not be loaded.
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 
 
 def visible_gpus() -> int:
-    """GPUs that this process can use; 0 on a CPU machine."""
+    """Return the number of GPUs that this process can use; 0 on a CPU machine."""
     if not any(os.path.exists(node) for node in DEVICE_NODES):
         return 0
-    # Loads torch, seconds that a machine without GPUs need not spend on --help or a misspelt flag.
+    # Loading torch takes seconds; a machine without GPUs skips it for --help and misspelt flags.
     from slime.utils.machine.accelerator import device_count
 
     return device_count()
 
 
 def gpu_bytes() -> int | None:
-    """Memory of the first visible GPU; None on a CPU machine. The driver takes none of it to find out."""
+    """Return the memory of the first visible GPU, without allocating any; None on a CPU machine."""
     if not visible_gpus():
         return None
-    import torch  # counting the GPUs has loaded it already
+    import torch  # loaded already when the GPUs were counted
 
     return int(torch.cuda.get_device_properties(0).total_memory)

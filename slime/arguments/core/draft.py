@@ -10,7 +10,7 @@ from slime.arguments.core.flag import FlagSpec
 # The loops that may run the settings.
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
 DEFAULT = "default"
-PRESET = "preset"  # of a command such as `slime sft`
+PRESET = "preset"  # set by a command such as `slime sft`
 COMMAND_LINE = "command line"
 
 
@@ -35,7 +35,7 @@ class Refusals:
 
     @contextlib.contextmanager
     def collect(self, group: str) -> Iterator[None]:
-        """Collect a ValueError of the body as a reason; after the first, rules may break on what it left."""
+        """Collect a ValueError of the body as a reason. After the first, rules may fail because of it."""
         try:
             yield
         except Refused as error:
@@ -63,11 +63,11 @@ class Draft:
 
     def __init__(self, specs: Mapping[str, FlagSpec], *, training_loop: str = SYNCHRONOUS):
         self.specs = specs
-        self.training_loop = training_loop  # no setting: whoever runs them knows
+        self.training_loop = training_loop  # not a setting: the caller knows it
         self.values: dict[str, Any] = {name: copy.copy(spec.default) for name, spec in specs.items()}
         self.sources = dict.fromkeys(specs, DEFAULT)
         self.warnings: list[str] = []
-        self.idle: list[str] = []  # flags that do nothing here and change nothing of what is trained, and why
+        self.idle: list[str] = []  # flags without any effect here, not even on what is trained, and why
 
     def __getattr__(self, name: str) -> Any:
         if name in ("values", "specs") or name not in self.values:
@@ -82,13 +82,13 @@ class Draft:
         self.sources[name] = source
 
     def preset(self, values: Mapping[str, Any]) -> None:
-        """Give the values of a command for flags that the user did not set."""
+        """Set a command's values for flags that the user did not set."""
         for name, value in values.items():
             if not self.was_given(name):
                 self.set(name, value, PRESET)
 
     def derive(self, name: str, value: Any, because: str) -> None:
-        """Give a value that follows from others; `because` is what --print-config shows as its source."""
+        """Set a value that follows from others; --print-config shows `because` as its source."""
         if name not in self.values or self.values[name] != value:
             self.set(name, value, f"derived: {because}")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-_SHOWN = 2000  # characters of what the parser says
+_SHOWN = 2000  # characters of the parser's message
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -31,10 +31,10 @@ def read_yaml_mapping(path: str, flag: str) -> dict[str, Any]:
         raise ValueError(f"{flag} is {path}: {why}")
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except Exception as error:  # of the parser, or of what makes dates, numbers and sets for it
+    except Exception as error:  # raised by the parser, or by its conversion of dates and numbers
         raise ValueError(f"{flag} {path} is not valid YAML: {str(error)[:_SHOWN]}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ValueError(f"{flag} {path} holds a {type(content).__name__}; write one `flag: value` per line.")
+        raise ValueError(f"{flag} {path} is a {type(content).__name__}; write one `flag: value` per line.")
     return content

@@ -18,9 +18,9 @@ class OnlyWith:
     """A condition under which a flag has an effect, made by `needs`, `lacks`, `either` or `both`."""
 
     words: str  # in the help and in the error, after "only"
-    works: Callable[[Any], object]  # of the draft of the settings
-    harmless: bool = False  # a flag without it changes nothing of what is trained: a warning is enough
-    said_by: str | None = None  # harmless if the user gave this flag: what it leaves out was chosen
+    works: Callable[[Any], object]  # checks the draft of the settings
+    harmless: bool = False  # without it the flag cannot change what is trained: a warning is enough
+    said_by: str | None = None  # harmless if the user gave this flag, and so chose to leave something out
 
     def is_harmless(self, draft: Any) -> bool:
         return self.harmless or (self.said_by is not None and draft.was_given(self.said_by))
@@ -88,7 +88,7 @@ def _alternatives(texts: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
 
 
-_METAVARS = {"_path": "PATH", "_dir": "DIR", "_key": "KEY"}  # by the end of a flag's name
+_METAVARS = {"_path": "PATH", "_dir": "DIR", "_key": "KEY"}  # by the suffix of a flag's name
 
 
 @dataclass(frozen=True)
@@ -102,22 +102,22 @@ class FlagInfo:
     le: float | None = None
     lt: float | None = None
     metavar: str | None = None
-    off: str | None = None  # what turns a default-on switch off: `--disable-rewards-normalization`
+    off: str | None = None  # turns a default-on switch off: `--disable-rewards-normalization`
     alias: str | None = None
     repeatable: bool = False  # `--hook a --hook b` collects both
     secret: bool = False  # never printed
-    rows: Mapping[str, NamedNumber] | None = None  # of an object: the only names it takes
-    only_with: tuple[OnlyWith, ...] = ()  # all must hold; the first that does not is reported
+    rows: Mapping[str, NamedNumber] | None = None  # of an object: the only keys that it may have
+    only_with: tuple[OnlyWith, ...] = ()  # all must be true; the first that is not is reported
 
     @property
     def limits(self) -> str:
-        """The range as the help shows it: `> 0, <= 1`."""
+        """Return the range as the help shows it: `> 0, <= 1`."""
         bounds = {">": self.gt, ">=": self.ge, "<": self.lt, "<=": self.le}
         return ", ".join(f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
 
     @property
     def condition(self) -> str:
-        """Condition under which the flag has an effect, as the help states it: `only with --use-tis`."""
+        """Return the condition for an effect, as the help states it: `only with --use-tis`."""
         return "only " + " and ".join(entry.words for entry in self.only_with) if self.only_with else ""
 
 
@@ -144,7 +144,7 @@ class FlagSpec:
 
     @property
     def metavar(self) -> str | None:
-        """The name of the value in the help; it also says which relative paths are resolved (paths.py)."""
+        """Return the value's name in the help; it also marks relative paths that are resolved (paths.py)."""
         by_name = next((word for suffix, word in _METAVARS.items() if self.name.endswith(suffix)), None)
         return self.info.metavar or by_name or ("JSON" if self.kind is dict else None)
 
@@ -155,12 +155,12 @@ class FlagSpec:
 
     @property
     def on_options(self) -> list[str]:
-        """Spellings that set the value (for a switch: that set it to True)."""
+        """Return the spellings that set the value (or turn a switch on)."""
         return [option_of(self.name), *([self.info.alias] if self.info.alias else [])]
 
     @property
     def off_options(self) -> list[str]:
-        """Spellings that set a switch to False, so that a command line can undo what a file turned on."""
+        """Return the spellings that turn a switch off, so that a command line can override a file."""
         if self.kind is not bool:
             return []
         if self.info.off:
@@ -170,7 +170,7 @@ class FlagSpec:
 
 
 def specs_of(group_class: type) -> list[FlagSpec]:
-    """Every flag that one group dataclass declares, in the order of declaration."""
+    """Return every flag that one group dataclass declares, in the order of declaration."""
     hints = typing.get_type_hints(group_class)
     specs = []
     for declared in dataclasses.fields(group_class):
@@ -244,7 +244,7 @@ def _to_object(value: Any) -> dict[str, Any]:
 def _to_number(spec: FlagSpec, value: Any) -> Any:
     words, info = "a whole number" if spec.kind is int else "a number", spec.info
     try:
-        # YAML reads 1e-6 as text, and 8.0 where a count was meant is a mistake, not 8.
+        # YAML reads 1e-6 as text; and 8.0 for a count is an error, not 8.
         number: Any = spec.kind(value) if isinstance(value, str) or type(value) is int else value
     except ValueError:
         raise ValueError(f"expected {words}") from None

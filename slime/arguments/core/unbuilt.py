@@ -14,7 +14,7 @@ UNBUILT_FLAGS = frozenset(
     """.split()  # noqa: SIM905 - a paragraph is easier to scan than many quoted lines
 )
 
-# What a flag of a fork, or of a change proposed to slime, would need, and what there is instead.
+# Flags of forks and of changes proposed to slime: why they are missing, and the alternative.
 _INSTEAD = {
     "use-mopd": "several teachers are not built. One teacher: --use-opd with --opd-type trainer or engine; "
     "several behind servers: --use-opd --opd-type engine and a --custom-rm-path of your own, which asks the "
@@ -33,7 +33,7 @@ _TEACHER = (
     "the teacher of a distillation is chosen with --use-opd: --opd-type trainer --opd-teacher-load MODEL, or "
     "--opd-type engine --rm-url URL for a teacher behind a server"
 )
-# Flags that mean nothing without another, which is refused.
+# Flags that are meaningless without another flag, which is refused.
 _COMPANIONS = {
     "--use-mopd": """
         mopd-teachers mopd-teacher-mode mopd-teacher-loads mopd-teacher-ckpt-steps mopd-distill-type
@@ -48,9 +48,9 @@ _INSTEAD |= {
 
 _INSTEAD |= REMOVED_FLAGS
 
-# Why a flag does nothing here and changes nothing of what is trained -> such flags, of slime and of Megatron.
+# Reason why flags have no effect here, not even on what is trained -> these flags of slime and Megatron.
 IDLE_FLAGS = {
-    "how it is computed is slime's to choose": """
+    "slime chooses how it is computed": """
         moe-grouped-gemm moe-permute-fusion moe-router-fusion rope-fusion bias-swiglu-fusion
         bias-dropout-fusion bias-gelu-fusion persist-layer-norm
         use-flash-attn use-mcore-models use-legacy-models
@@ -63,7 +63,7 @@ IDLE_FLAGS = {
         megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules
         moe-use-legacy-grouped-gemm te-rng-tracker data-parallel-random-init
         attn-implementation qkv-format fsdp-full-params fsdp-state-dict-cpu-offload fsdp-cpu-backend""",
-    "the config of --hf-checkpoint says it": """
+    "the config of --hf-checkpoint decides it": """
         spec model-name padded-vocab-size make-vocab-size-divisible-by position-embedding seq-length
         encoder-seq-length decoder-seq-length rope-type tokenizer-type tokenizer-model use-rope-scaling
         rope-scaling-factor rotary-seq-len-interpolation-factor enable-yarn yarn-rotary-scaling-factor
@@ -76,7 +76,7 @@ IDLE_FLAGS = {
         fp8-format fp8-recipe fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo fp8-wgrad
         fp8-param-gather keep-fp8-weight-transpose-cache first-last-layers-bf16
         num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 moe-router-padding-for-fp8""",
-    "slime has formats of its own for checkpoints and logs": """
+    "slime has its own formats for checkpoints and logs": """
         ckpt-format use-dist-ckpt auto-detect-ckpt-format dist-ckpt-strictness dist-ckpt-format
         ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure
         ckpt-convert-format async-strategy use-persistent-ckpt-worker save-retain-interval
@@ -100,15 +100,15 @@ IDLE_FLAGS = {
         overlap-p2p-communication-warmup-flush batch-p2p-communication enable-gloo-process-groups
         disable-gloo-process-groups use-tp-pp-dp-mapping use-sharp high-priority-stream-groups
         nccl-communicator-config-path distributed-timeout-seconds-after-init ddp-num-buckets""",
-    "a checkpoint brings its place in the schedule, and the command line the rates": """
+    "the schedule's position comes from the checkpoint, the rates from the command line": """
         override-opt-param-scheduler use-checkpoint-opt-param-scheduler""",
-    "--wandb-team, --wandb-group and --wandb-dir say it": "wandb-entity wandb-exp-name wandb-save-dir",
+    "use --wandb-team, --wandb-group and --wandb-dir": "wandb-entity wandb-exp-name wandb-save-dir",
     "--use-pytorch-profiler records steps": "profile",
     "--nonfinite-action decides it": "check-for-nan-in-loss-and-grad",
     "code that comes with a model is not run": "trust-remote-code",
     "--lora-rank says it": "use-lora",
-    "--exp-avg-dtype, --exp-avg-sq-dtype and --main-grads-dtype say it": "use-precision-aware-optimizer",
-    "files have names of their own in --memory-snapshot-dir": "memory-snapshot-path",
+    "use --exp-avg-dtype, --exp-avg-sq-dtype and --main-grads-dtype": "use-precision-aware-optimizer",
+    "slime names the files in --memory-snapshot-dir itself": "memory-snapshot-path",
     "all trainer ranks are profiled": "profile-ranks",
     "engines get the same weights in any encoding; --update-weight-delta-encoding chooses one here": """
         update-weight-encoding""",
@@ -118,13 +118,13 @@ IDLE_FLAGS = {
         teacher-label-reduction-chunk-size megatron-server-max-length megatron-server-update-timeout-s
         megatron-server-warmup""",
 }
-# Flags that change nothing at one value, and are refused at any other.
+# Flags that have no effect at one value, and are refused at any other.
 _NEUTRAL = {
     "lr-warmup-init": ("0", "0.0"),
     "weight-decay-incr-style": ("constant",),
     "main-params-dtype": ("fp32",),
 }
-# What a flag of another release, or of Megatron's command line, is called here.
+# Flags of other releases, or of Megatron's command line -> their names here.
 RENAMED_FLAGS = {
     "--offload": ("--offload-train", "--offload-rollout"),
     "--recompute-activations": ("--recompute-granularity", "selective"),
@@ -136,10 +136,10 @@ RENAMED_FLAGS = {
     "--update-weight-delta-keep-files": ("--update-weight-disk-keep-files",),
 }
 _WHY_IDLE = {name: why for why, names in IDLE_FLAGS.items() for name in names.split()}
-# Flags of plug-ins that slime has on its own command line: attributes of args, for whoever reads them.
+# Flags of plug-ins that slime has on its own command line: set as attributes of args.
 PLUGIN_FLAGS = ("rollout-buffer-url", "fetch-trajectory-retry-times", "rollout-task-type")
 
-# What flags of TRL, verl and transformers are called here: ours -> theirs.
+# Our flags -> their names in TRL, verl and transformers.
 _SYNONYMS = {
     "lr": "learning-rate learningrate",
     "n-samples-per-prompt": "num-generations rollout-n",
@@ -196,7 +196,7 @@ def why_unbuilt(flag: str) -> str:
 
 
 def _instead(name: str) -> str | None:
-    """The alternative to a flag; a flag that chooses a teacher has one whatever its exact name is."""
+    """Return the alternative to a flag; all flags that choose a teacher have one, whatever their name."""
     if name.startswith("teacher-") and name not in _WHY_IDLE:
         return _TEACHER
     return _INSTEAD.get(name) or REMOVED_FLAGS.get(name.removeprefix("no-"))
@@ -209,7 +209,7 @@ def is_neutral(option: str, words: Sequence[str]) -> bool:
 
 
 def renamed(words: Sequence[str]) -> list[str]:
-    """A command line with the names that flags have here."""
+    """Return a command line with the names that flags have here."""
     found, left = [], list(words)
     while left:
         word = left.pop(0)
@@ -226,7 +226,7 @@ def renamed(words: Sequence[str]) -> list[str]:
 
 
 def deadline_of(option: str, value: Any) -> tuple[str, Any]:
-    """Return the deadline that a flag of another release sets, in seconds; a wrong value stays as it is."""
+    """Return the deadline that a flag of another release sets, in seconds; an invalid value is unchanged."""
     name, unit = DEADLINE_FLAGS[option]
     try:
         return name, float(value) * unit
@@ -235,7 +235,7 @@ def deadline_of(option: str, value: Any) -> tuple[str, Any]:
 
 
 def renamed_key(name: str, value: Any) -> dict[str, Any]:
-    """A key of a file (`gradient_checkpointing`) and its value, under the name or names it has here."""
+    """Return a key of a file (`gradient_checkpointing`) and its value, under the names used here."""
     option = option_of(name)
     if option in DEADLINE_FLAGS:
         return {"timeouts": dict([deadline_of(option, value)])}
@@ -249,6 +249,6 @@ def renamed_key(name: str, value: Any) -> dict[str, Any]:
 
 
 def why_idle(option: str) -> str | None:
-    """Return why a flag such as `--moe-grouped-gemm` has no effect here; None: it is no such flag."""
+    """Return why a flag such as `--moe-grouped-gemm` has no effect here; None: it is not such a flag."""
     name = option.removeprefix("--").replace("_", "-")
     return _WHY_IDLE.get(name) or _WHY_IDLE.get(name.removeprefix("no-"))

@@ -9,7 +9,7 @@ from slime.arguments.groups.rewards import SHAPED
 from slime.catalog.environments import ENVIRONMENTS, HELD_OUT, OWN, TRAINING, read_choices, source_of
 from slime.catalog.estimators import ESTIMATORS
 
-ENV_ITEMS = 10_000  # that an environment makes for training; --prompt-data env:...#train:N has another number
+ENV_ITEMS = 10_000  # training items of an environment; --prompt-data env:...#train:N sets another number
 EPISODE_FUNCTION = "slime.agent.environments.episode.generate"
 _FAMILIES = "; ".join(f"{name}: {row.help}" for name, row in ENVIRONMENTS.items() if name != OWN)
 
@@ -38,13 +38,13 @@ class AgentFlags:
     )
     partial_episodes: str = flag(
         "continue",
-        "what becomes of an episode that is interrupted",
+        "what to do with an interrupted episode",
         choices=("continue", "restart"),
         only_with=CONTINUES,
     )
     agent_client_sampling: str = flag(
         "asked",
-        "sampling of a turn whose client has parameters of its own: as asked (not trained), or the run's",
+        "sampling of a turn whose client sends its own parameters: the client's (not trained), or the run's",
         choices=("asked", "run"),
     )
     turn_discount: float | None = flag(
@@ -90,7 +90,7 @@ def environment(draft: Draft) -> None:
 
 
 def turn_credit(draft: Draft) -> None:
-    """Estimators that discount by token have a discount of their own."""
+    """Refuse --turn-discount with estimators that discount by token, which have their own discount."""
     estimator = draft.advantage_estimator
     if draft.turn_discount not in (None, 1.0) and ESTIMATORS[estimator].uses_gamma:
         raise ValueError(

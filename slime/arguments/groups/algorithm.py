@@ -10,9 +10,9 @@ from slime.catalog.estimators import ESTIMATORS, WITH_CRITIC
 from slime.catalog.policy_losses import POLICY_LOSS_ARGS, POLICY_LOSSES, REDUCTIONS
 
 LOSS_TYPES = ("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss")
-# How far the log-probs of engine and trainer may lie apart, as a mean over tokens, before a run stops.
+# Largest mean difference per token of engine's and trainer's log-probs; above it a run stops.
 LOGPROB_DIFF_THRESHOLDS = {"float32": 0.02, "bfloat16": 0.2, "fp8": 0.2}
-# Rollout functions whose groups have --n-samples-per-prompt answers; others may group as they like.
+# Rollout functions whose groups have --n-samples-per-prompt responses; others may form any groups.
 GROUPING_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 
 
@@ -90,7 +90,7 @@ class AlgorithmFlags:
         None, "function that builds the reducer of the policy-gradient term", only_with=POLICY_LOSS
     )
     compute_advantages_and_returns: bool = flag(
-        True, "no advantages (SFT, custom losses)", off="--disable-compute-advantages-and-returns"
+        True, "compute no advantages (SFT, custom losses)", off="--disable-compute-advantages-and-returns"
     )
     normalize_advantages: bool = flag(
         False, "whiten advantages over the whole rollout", only_with=(ADVANTAGES, COMPUTES_ADVANTAGES)
@@ -134,7 +134,7 @@ class AlgorithmFlags:
     )
     use_unbiased_kl: bool = flag(False, "weight the KL estimate by the policy ratio", only_with=KL_LOSS)
     use_rollout_logprobs: bool = flag(
-        False, "take the engine's log-probs as those of the old policy", only_with=(POLICY_TERMS, OLD_POLICY)
+        False, "use the engine's log-probs as those of the old policy", only_with=(POLICY_TERMS, OLD_POLICY)
     )
     use_rollout_entropy: bool = flag(False, "measure entropy in the log-prob pass", only_with=POLICY_LOSS)
     skip_on_policy_check: bool = flag(
@@ -163,7 +163,7 @@ def loss(draft: Draft) -> None:
             "remove it, or set them in --rollout-data-postprocess-path."
         )
     if draft.loss_type in ("sft_loss", *PAIR_LOSSES) and draft.n_samples_per_prompt != 1:
-        row = "one pair" if draft.loss_type in PAIR_LOSSES else "one answer, and copies of it add nothing"
+        row = "one pair" if draft.loss_type in PAIR_LOSSES else "one response, and copies of it add nothing"
         raise ValueError(
             f"--n-samples-per-prompt is {draft.n_samples_per_prompt} with --loss-type {draft.loss_type}: "
             f"a row is {row}; use 1."
@@ -186,7 +186,7 @@ def policy_loss(draft: Draft) -> None:
 
 
 def loss_reduction(draft: Draft) -> None:
-    """One decision with two spellings: --calculate-per-token-loss is --loss-reduction token_mean."""
+    """Resolve the two spellings: --calculate-per-token-loss is --loss-reduction token_mean."""
     if draft.calculate_per_token_loss:
         if draft.loss_reduction not in (None, "token_mean"):
             raise ValueError(
@@ -207,7 +207,7 @@ def loss_reduction(draft: Draft) -> None:
 
 
 def _sequence_ratios(draft: Draft) -> None:
-    """One ratio per sample means a mean over samples: in a sum over tokens, long ones would count more."""
+    """Refuse sums over tokens if there is one ratio per sample: long samples would count more."""
     replaced = draft.custom_policy_loss_function_path or draft.custom_pg_loss_reducer_function_path
     built_in = draft.loss_type == "policy_loss" and not replaced
     per_sample = POLICY_LOSSES[draft.policy_loss_type].ratio_per_sample
@@ -221,7 +221,7 @@ def _sequence_ratios(draft: Draft) -> None:
 
 
 def group_normalisation(draft: Draft) -> None:
-    """A group of one answer has nothing to be compared with: training on it would silently change nothing."""
+    """Refuse groups of one response: without a comparison every advantage would be 0."""
     if draft.n_samples_per_prompt > 1:
         return
     estimator = draft.advantage_estimator
@@ -252,7 +252,7 @@ def reference_model(draft: Draft) -> None:
             f"--kl-coef is {coefficient:g} and --kl-loss-coef is {draft.kl_loss_coef:g}: the KL would "
             "count twice, in the reward and in the loss; keep one of them."
         )
-    # An estimator of the user's may read rollout_data["kl"].
+    # A user's estimator may read rollout_data["kl"].
     reads_kl = ESTIMATORS[estimator].uses_kl_in_reward or draft.custom_advantage_function_path is not None
     if coefficient != 0 and not reads_kl:
         raise ValueError(
@@ -265,7 +265,7 @@ def reference_model(draft: Draft) -> None:
 
 
 def _kl_loss(draft: Draft) -> None:
-    """As a term of the loss k1 is log-prob minus reference, whose gradient the reference drops out of."""
+    """Check the KL term: as a loss, the gradient of k1 (log-prob minus reference) ignores the reference."""
     if not draft.use_kl_loss or draft.loss_type != "policy_loss":
         return
     if draft.kl_loss_coef == 0:

@@ -15,7 +15,7 @@ from slime.utils.models.model_config import block_size_of, read_config
 # Flag that names the model -> flag that chooses among its checkpoints.
 STEP_FLAGS = {"ref_load": "ref_ckpt_step", "opd_teacher_load": "opd_teacher_ckpt_step"}
 
-# Flag that may name a checkpoint of Megatron's -> flag that chooses among its iterations.
+# Flag that may name a Megatron checkpoint -> flag that chooses among its iterations.
 MEGATRON_FLAGS = {"load": "ckpt_step", "critic_load": None} | STEP_FLAGS
 
 
@@ -33,13 +33,13 @@ class CheckpointFlags:
         None, "folder of checkpoints to resume from (may be empty if it is --save)", metavar="DIR"
     )
     ckpt_step: int | None = flag(None, "which checkpoint of --load; default: the last", ge=0, only_with=LOADS)
-    finetune: bool = flag(False, "take only the weights of --load and start from rollout 0", only_with=LOADS)
+    finetune: bool = flag(False, "load only the weights of --load and start from rollout 0", only_with=LOADS)
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
     save_interval: int | None = flag(None, "rollouts between checkpoints", ge=1, only_with=KEEPS)
     no_load_optim: bool = flag(
-        False, "leave the optimizer's state in --load alone: moments start from zero", only_with=LOADS
+        False, "do not load the optimizer's state from --load: moments start from zero", only_with=LOADS
     )
-    no_load_rng: bool = flag(False, "leave the random state in --load alone: use --seed", only_with=LOADS)
+    no_load_rng: bool = flag(False, "do not load the random state from --load: use --seed", only_with=LOADS)
     async_save: bool = flag(
         False, "write checkpoints while training continues; the next one waits", only_with=SAVES
     )
@@ -70,8 +70,8 @@ class CheckpointFlags:
 def megatron_checkpoints(draft: Draft) -> None:
     """Weights in Megatron's format (`DIR_torch_dist` of slime scripts), with the config of --hf-checkpoint.
 
-    What --load names is where the policy starts; without it, what --ref-load names.
-    One that was converted and cannot be read is left for --hf-checkpoint, which it was made from.
+    The policy starts from --load, else from --ref-load. A converted checkpoint that cannot be read is
+    replaced by --hf-checkpoint, from which it was made.
     """
     had_reference = draft.ref_load is not None
     found = {name: _megatron_weights(draft, name, step) for name, step in MEGATRON_FLAGS.items()}
@@ -103,10 +103,9 @@ def _is_model(path: str | None) -> bool:
 
 
 def _start_from_reference(draft: Draft) -> None:
-    """A Hugging Face folder as --ref-load, as slime scripts give it: the policy starts from it.
-
-    So it is where no reference is used, which it would be for, and where --hf-checkpoint holds FP8 weights,
-    which engines start from. Else the policy is --hf-checkpoint, held to another model.
+    """Start the policy from --ref-load if it is a Hugging Face folder, as slime scripts expect. This applies
+    if no reference is used, or if --hf-checkpoint holds FP8 weights, with which only engines start. Otherwise
+    the policy is --hf-checkpoint, and the reference another model.
     """
     reference, model = draft.ref_load, draft.hf_checkpoint
     if not _is_model(reference) or draft.ref_ckpt_step is not None:
@@ -123,7 +122,7 @@ def _start_from_reference(draft: Draft) -> None:
 
 
 def _megatron_weights(draft: Draft, name: str, step_name: str | None) -> str | None:
-    """The iteration of Megatron's that a flag names, which is then its value; None: it names none."""
+    """Return the Megatron iteration that a flag names, and set the flag to it; None: it names none."""
     path, option = getattr(draft, name), option_of(name)
     if path is None or not is_megatron_folder(path) or step_folders(Path(path).expanduser()):
         return None
@@ -135,7 +134,7 @@ def _megatron_weights(draft: Draft, name: str, step_name: str | None) -> str | N
         kind = read_config(draft.hf_checkpoint).get("model_type") if draft.hf_checkpoint else None
         known = BACKENDS["megatron"].families or ()
         if kind is not None and kind not in known:
-            raise UnreadFolder(f"is read for {', '.join(known)}, and this is a {kind}")
+            raise UnreadFolder(f"can be read for {', '.join(known)}, but this is a {kind}")
     except UnreadFolder as error:
         what = f"{path}, a checkpoint in Megatron's format, which {error}"
         if name == "opd_teacher_load" or step is not None or was_trained(path):
@@ -177,7 +176,7 @@ def _check_template(flag: str, template: str) -> None:
 
 
 def kept_models(draft: Draft) -> None:
-    """`--ref-load runs/a` becomes the trainer's folder of its latest checkpoint, or of --ref-ckpt-step."""
+    """Resolve `--ref-load runs/a` to the trainer folder of its latest checkpoint, or of --ref-ckpt-step."""
     for name, step_name in STEP_FLAGS.items():
         model, step = getattr(draft, name), getattr(draft, step_name)
         flag, step_flag = option_of(name), option_of(step_name)
@@ -199,6 +198,6 @@ def kept_models(draft: Draft) -> None:
         if step is None and draft.save is not None and Path(model).resolve() == Path(draft.save).resolve():
             raise ValueError(f"{flag} {model} is also --save, and changes; choose one with {step_flag}.")
         chosen = find_step(Path(model).expanduser(), max(folders) if step is None else step, flag=step_flag)
-        assert chosen is not None, f"{model} holds the checkpoints {sorted(folders)}"
+        assert chosen is not None, f"{model} contains the checkpoints {sorted(folders)}"
         why = "its latest checkpoint" if step is None else step_name
         draft.derive(name, str(chosen.trainer), why)

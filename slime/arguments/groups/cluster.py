@@ -33,10 +33,11 @@ class ClusterFlags:
         None, "torch.distributed backend; default: nccl on GPUs, gloo on CPU", choices=("nccl", "gloo")
     )
     max_restarts: int = flag(
-        3, "restarts in a row, without a new step, of a trainer that lost a rank or hangs", ge=0
+        3, "most restarts without a new step between them, of a trainer that lost a rank or hangs", ge=0
     )
     elastic: bool = flag(
-        False, "a trainer that lost a machine continues with the remaining ranks where they hold the model"
+        False,
+        "after the loss of a machine, continue with the remaining ranks if they can hold the model",
     )
     peer_copies: int = flag(
         0,
@@ -59,12 +60,12 @@ def release_train(draft: Draft) -> None:
         _switch_off(draft, "release_train", "only one side runs in this debug mode", False)
         return
     for holds, why in (
-        (draft.save is not None, "starts the trainer again from checkpoints; add --save DIR"),
+        (draft.save is not None, "restarts the trainer from checkpoints; add --save DIR"),
         (not draft.no_save_optim, "needs the optimizer in checkpoints; remove --no-save-optim"),
         (draft.update_weight_mode == "full", "needs whole weights on disk; use --update-weight-mode full"),
         (
             draft.update_weight_transport in ("auto", "disk"),
-            "leaves nobody to send weights to an engine that comes late; use --update-weight-transport disk",
+            "leaves no sender of weights for engines that start late; use --update-weight-transport disk",
         ),
         (draft.update_weights_interval == 1, "pushes after every rollout; remove --update-weights-interval"),
     ):
@@ -84,11 +85,11 @@ def _switch_off(draft: Draft, name: str, why: str, value: object) -> None:
 
 
 def peer_copies(draft: Draft) -> None:
-    """A copy is a whole checkpoint, in memory that every rank can read."""
+    """Check --peer-copies: each copy is a whole checkpoint, in memory that every rank can read."""
     if not draft.peer_copies:
         return
     reasons = {
-        "no lost trainer is started again (--max-restarts 0)": not draft.max_restarts,
+        "a lost trainer is never restarted (--max-restarts 0)": not draft.max_restarts,
         "nothing is trained": draft.debug_rollout_only,
         "--release-train has a checkpoint of every rollout": draft.release_train,
     }
@@ -100,7 +101,7 @@ def peer_copies(draft: Draft) -> None:
     if draft.actor_num_nodes > 1 and not BACKENDS[draft.train_backend].folder_per_machine:
         raise ValueError(
             f"--peer-copies with --train-backend {draft.train_backend} and --actor-num-nodes "
-            f"{draft.actor_num_nodes}: its checkpoints want one folder that all ranks see; use a small "
+            f"{draft.actor_num_nodes}: its checkpoints need one folder that all ranks see; use a small "
             "--save-interval instead, or --train-backend fsdp."
         )
     if draft.async_save:
@@ -140,12 +141,12 @@ def _one_rank_each(draft: Draft) -> None:
 
 
 def _replica(draft: Draft) -> int:
-    """Ranks that hold one copy of the model together."""
+    """Return the number of ranks that hold one copy of the model together."""
     return draft.tensor_model_parallel_size * draft.context_parallel_size * draft.pipeline_model_parallel_size
 
 
 def _share_gpus(draft: Draft, gpus: int) -> None:
-    """Separate trainer and engines only where the sizes say so; otherwise they take turns on all GPUs."""
+    """Separate trainer and engines only if the sizes ask for it; otherwise they take turns on all GPUs."""
     alone = draft.debug_train_only or draft.debug_rollout_only
     if draft.actor_num_gpus_per_node is None:
         separate = draft.rollout_num_gpus if not draft.colocate and not alone else None
@@ -181,7 +182,7 @@ def _check_sizes(draft: Draft) -> None:
         draft.derive("runtime", "ray", "actor_num_nodes: several machines")
     if nodes > 1 and draft.runtime == "local":
         raise ValueError(
-            f"--actor-num-nodes is {nodes}, but --runtime local has this machine alone; use --runtime ray."
+            f"--actor-num-nodes is {nodes}, but --runtime local uses this machine only; use --runtime ray."
         )
     if ranks > draft.num_gpus_per_node:
         raise ValueError(

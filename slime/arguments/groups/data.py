@@ -67,7 +67,7 @@ def columns(draft: Draft) -> None:
     """Refuse an invalid template or pattern before any row is read."""
     if draft.prompt_template is not None:
         if draft.was_given("input_key"):
-            raise ValueError("--input-key and --prompt-template both say what the prompt is; keep one.")
+            raise ValueError("--input-key and --prompt-template both define the prompt; keep one.")
         check_template("--prompt-template", draft.prompt_template)
     if draft.label_pattern is not None:
         check_pattern("--label-pattern", draft.label_pattern)
@@ -89,7 +89,7 @@ def check_pattern(what: str, pattern: str) -> None:
 
 def length_of_run(draft: Draft) -> None:
     if draft.num_rollout is None and draft.num_epoch is None:
-        raise ValueError("neither --num-rollout nor --num-epoch is set: say how long to train.")
+        raise ValueError("neither --num-rollout nor --num-epoch is set: give one of them.")
     if draft.num_rollout is not None and draft.num_epoch is not None:
         draft.idle.append(f"--num-epoch is {draft.num_epoch}, but --num-rollout says how long to train.")
         draft.derive("num_epoch", None, "--num-rollout says how long to train")

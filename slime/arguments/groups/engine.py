@@ -11,7 +11,7 @@ from slime.catalog.transports import MODES, OLDER_NAMES, TRANSPORT_CHOICES
 PAUSE_MODES = ("auto", "retract", "in_place", "abort")
 FP8_ROUNDINGS = ("auto", "nearest", "stochastic")
 ENCODINGS = ("xor", "overwrite")
-# What each checksum imports, and how pip calls it; None: the standard library has it.
+# Module and pip package of each checksum; None: it is in the standard library.
 _CHECKSUM_PACKAGES: dict[str, tuple[str | None, str]] = {
     "xxh3-128": ("xxhash", "'slime-rl[delta]'"),
     "blake3": ("blake3", "blake3"),
@@ -35,7 +35,7 @@ class EngineFlags:
         "auto",
         "inference engine; "
         + "".join(f"{name}: {kind.help}; " for name, kind in ENGINES.items())
-        + "auto: sglang where flags of its own (--sglang-...) are given, else embedded",
+        + "auto: sglang if flags of its own (--sglang-...) are given, else embedded",
         choices=("auto", *ENGINES),
     )
     sglang_python: str | None = flag(
@@ -45,7 +45,7 @@ class EngineFlags:
         only_with=SGLANG,
     )
     sglang_server_concurrency: int = flag(512, "requests in flight per engine", ge=1)
-    use_fault_tolerance: bool = flag(False, "also probe engines by requests, and the weights they hold")
+    use_fault_tolerance: bool = flag(False, "also probe engines with requests, and check their weights")
     rollout_health_check_interval: float = flag(30.0, "seconds between probes", gt=0, only_with=PROBES)
     rollout_health_check_first_wait: float = flag(0.0, "seconds before the first one", ge=0, only_with=PROBES)
 
@@ -58,14 +58,17 @@ class WeightSyncFlags:
         "auto",
         "how new weights reach the engines; "
         + "".join(f"{choice}: {meaning}; " for choice, meaning in TRANSPORT_CHOICES.items())
-        + "auto: the fastest that these engines take",
+        + "auto: the fastest that these engines support",
         choices=("auto", *TRANSPORT_CHOICES),
     )
     update_weight_mode: str = flag(
         "full", "full, or delta: only changed bytes, through a folder (extra `delta`)", choices=MODES
     )
     update_weight_delta_encoding: str = flag(
-        "xor", "of a changed element: old xor new, or the new one", choices=ENCODINGS, only_with=DELTA
+        "xor",
+        "a changed element is sent as old xor new, or as is",
+        choices=ENCODINGS,
+        only_with=DELTA,
     )
     update_weight_delta_checksum: str = flag(
         "xxh3-128", "checksum of every tensor, verified at load", choices=CHECKSUMS, only_with=DELTA
@@ -86,7 +89,7 @@ class WeightSyncFlags:
         False, "keep versions of the weights on disk, also after the run", only_with=DISK
     )
     custom_update_weight_post_write_path: str | None = flag(
-        None, "function called on every rank after a version is written", only_with=DISK
+        None, "function called on every rank after a version was written", only_with=DISK
     )
     rollout_quantization: str = flag(
         "none", "fp8: engines serve a 16-bit --hf-checkpoint in FP8 blocks", choices=("none", "fp8")
@@ -163,7 +166,7 @@ def need_delta_packages(checksum: str) -> None:
 def _delta(draft: Draft) -> None:
     if draft.update_weight_transport not in ("auto", "disk"):
         raise ValueError(
-            "--update-weight-mode delta goes through a folder, but --update-weight-transport is "
+            "--update-weight-mode delta needs a folder, but --update-weight-transport is "
             f"{draft.update_weight_transport}; use auto or disk, or --update-weight-mode full."
         )
     need_delta_packages(draft.update_weight_delta_checksum)

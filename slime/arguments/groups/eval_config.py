@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.arguments.groups.data import check_pattern, check_template
 
-# The flags that give a field its value where dataset and file leave it open; the first set one wins.
+# Flags with a field's value if dataset and file do not set it; the first flag that is set wins.
 FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
     **{name: (f"eval_{name}", name) for name in ("input_key", "label_key", "tool_key")},
     **{name: (f"eval_{name}", f"rollout_{name}") for name in ("temperature", "top_p", "top_k")},
@@ -31,7 +31,7 @@ def _specs(*names: str) -> dict[str, dict[str, tuple[str, ...]]]:
     }
 
 
-# The same table as evaluation functions of slime's users read it.
+# This table in the form that users' evaluation functions read.
 DATASET_RUNTIME_SPECS = _specs(
     *("n_samples_per_eval_prompt", "temperature", "top_p", "top_k", "max_response_len", "min_new_tokens"),
     *("stop", "stop_token_ids"),
@@ -78,7 +78,7 @@ class EvalDatasetConfig:
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     custom_generate_function_path: str | None = None
-    eval_task_timeout: float | None = None  # seconds that a prompt may take, waiting for its turn included
+    eval_task_timeout: float | None = None  # seconds for a prompt, including the wait for its turn
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class EvalDatasetConfig:
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
-        """Everything that decides what the loaded dataset contains."""
+        """Return everything that decides what the loaded dataset contains."""
         kwargs = tuple(sorted((self.apply_chat_template_kwargs or {}).items(), key=str))
         media = tuple(sorted((self.multimodal_keys or {}).items()))
         columns = (self.input_key, self.label_key, self.tool_key, self.metadata_key)
@@ -108,7 +108,7 @@ class EvalDatasetConfig:
         return (self.name, self.path, *columns, media, self.apply_chat_template, repr(kwargs))
 
     def inject_metadata(self, sample_metadata: dict[str, Any] | None) -> dict[str, Any]:
-        """A sample's metadata with this dataset's reward type and overrides put on top."""
+        """Return a sample's metadata with this dataset's reward type and overrides added."""
         metadata = dict(sample_metadata or {})
         if self.rm_type is not None:
             metadata["rm_type"] = self.rm_type
@@ -116,7 +116,7 @@ class EvalDatasetConfig:
 
 
 def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
-    """`datasets:` as a list of entries, from a list of mappings or from a mapping of name to settings."""
+    """Return `datasets:` as a list of entries, from a list of mappings or a mapping of name to settings."""
     entries = config or []
     if isinstance(entries, dict):
         entries = [
@@ -151,13 +151,13 @@ def _build_one(args: object, entry: dict[str, Any], defaults: dict[str, Any]) ->
             raise ValueError(f"{where} has no {required}: every dataset needs a name and a path.")
     _refuse_unknown_keys(entry, where)
     values = dict(defaults) | entry
-    # What the run makes of its columns holds for columns of the same names.
+    # The run's treatment of a column also applies to evaluation columns of that name.
     for name, key, flag in (
         ("prompt_template", "input_key", "eval_input_key"),
         ("label_pattern", "label_key", "eval_label_key"),
     ):
         if values.get(name) is None and values.get(key) is None and getattr(args, flag, None) is None:
-            values[name] = getattr(args, name, None)  # plug-ins come with namespaces of their own
+            values[name] = getattr(args, name, None)  # plug-ins pass namespaces of their own
     for name, flags in FALLBACK_FLAGS.items():
         if values.get(name) is None:
             values[name] = pick_from_args(args, flags)
@@ -167,7 +167,7 @@ def _build_one(args: object, entry: dict[str, Any], defaults: dict[str, Any]) ->
 
 
 def pick_from_args(args: object, attrs: Sequence[str]) -> Any:
-    """The first of these flags that is set; None: none is."""
+    """Return the first of these flags that is set; None: none is."""
     found = (getattr(args, attr, None) for attr in attrs)
     return next((value for value in found if value is not None), None)
 

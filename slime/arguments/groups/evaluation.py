@@ -20,7 +20,7 @@ class EvaluationFlags:
     eval_interval: int | None = flag(None, "rollouts between evaluations", ge=1)
     eval_prompt_data: list[str] | None = flag(None, "datasets: name file name file ...", metavar="NAME_FILE")
     eval_config: str | None = flag(
-        None, "YAML of datasets with rewards and sampling of their own", metavar="FILE"
+        None, "YAML file of datasets with their own rewards and sampling", metavar="FILE"
     )
     eval_function_path: str | None = flag(None, "function that evaluates; default: the rollout function")
     eval_num_engines: int = flag(
@@ -71,7 +71,7 @@ def resolve_eval_datasets(draft: Draft) -> None:
 
 
 def _read_eval_config(draft: Draft) -> tuple[Any, dict[str, Any]]:
-    """Read datasets and defaults of the file; an --eval-function-path may ask services (`delegate`)."""
+    """Read datasets and defaults of the file; an --eval-function-path may call services (`delegate`)."""
     path = draft.eval_config
     content = read_yaml_mapping(path, "--eval-config")
     content = content.get("eval", content)
@@ -79,7 +79,7 @@ def _read_eval_config(draft: Draft) -> tuple[Any, dict[str, Any]]:
     if "delegate" in content:
         if draft.eval_function_path or draft.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION:
             return datasets or [], defaults
-        draft.idle.append(f"delegate in {path} is set, but no --eval-function-path asks these services.")
+        draft.idle.append(f"delegate in {path} is set, but no --eval-function-path calls these services.")
     unknown = sorted(set(content) - {"defaults", "datasets", "delegate"})
     if unknown:
         known = "a file has `defaults` and `datasets`"
@@ -91,7 +91,7 @@ def _read_eval_config(draft: Draft) -> tuple[Any, dict[str, Any]]:
 
 def _pair_names_and_files(words: list[str]) -> list[dict[str, str]]:
     if len(words) == 1:
-        words = ["aime", words[0]]  # a single file has had this name in slime recipes from the start
+        words = ["aime", words[0]]  # slime recipes have always used this name for a single file
     if len(words) % 2:
-        raise ValueError(f"--eval-prompt-data has {len(words)} words: write pairs, name file name file ...")
+        raise ValueError(f"--eval-prompt-data has {len(words)} values: write pairs, name file name file ...")
     return [{"name": name, "path": path} for name, path in zip(words[::2], words[1::2], strict=True)]

@@ -22,7 +22,7 @@ class ImageFlags:
 
 
 def images(draft: Draft) -> None:
-    """Models that are given images must be of a family that is known to compute them right."""
+    """Require a model family for which computation with images was verified."""
     keys = draft.multimodal_keys
     if keys and (list(keys) != ["image"] or not isinstance(keys["image"], str)):
         raise ValueError(
@@ -49,8 +49,8 @@ def _check_trainer(draft: Draft, what: str) -> None:
             "--train-backend fsdp."
         )
     for name, plain, why in (
-        ("tensor_model_parallel_size", 1, "its matrices are not cut with the tower"),
-        ("context_parallel_size", 1, "images stand on one rank with all tokens of their sample"),
+        ("tensor_model_parallel_size", 1, "its matrices are not sharded with the tower"),
+        ("context_parallel_size", 1, "images must be on one rank with all tokens of their sample"),
         ("lora_rank", 0, "adapters are for models of text"),
     ):
         if (value := getattr(draft, name)) != plain:

@@ -9,7 +9,7 @@ from slime.arguments.groups.objectives import POLICY_LOSS
 from slime.catalog.backends import BACKENDS
 from slime.utils.models.model_config import read_config
 
-# Fields of megatron-core's configuration that are not the user's to set, and what decides them.
+# Fields of megatron-core's configuration that users cannot set, and what decides them.
 OWNED = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "fp16"), "--dtype decides it"),
     **dict.fromkeys(("fp8", "fp4"), "this version trains in 32 or 16 bit"),
@@ -24,7 +24,7 @@ DEEPEP_FIELDS = ("moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_deepep
 # Sets of tokens over which the load of experts is balanced: micro-batches, or samples.
 BALANCING = ("none", "aux_loss", "seq_aux_loss")
 
-# Flags that lay a model out for Megatron or say how it computes: none of them changes what is trained.
+# Flags for Megatron's layout and way of computing: none of them changes what is trained.
 LAYOUT = """
     tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size
     virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
@@ -32,7 +32,7 @@ LAYOUT = """
     sequence_parallel use_distributed_optimizer
     overlap_grad_reduce overlap_param_gather moe_token_dispatcher_type attention_backend
 """.split()  # noqa: SIM905 - a paragraph is easier to scan
-# Fields of Megatron's configuration that would train another policy, and the value that changes nothing.
+# Fields of Megatron's configuration that would train another policy, and their neutral values.
 TRAINED_FIELDS = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "moe_router_bias_update_rate"), 0.0),
     "moe_aux_loss_coeff": 0.0,
@@ -48,7 +48,7 @@ MTP = needs("enable_mtp_training")
 class MegatronFlags:
     """Megatron trainer."""
 
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages that the layers are spread over", ge=1)
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages over which the layers are spread", ge=1)
     virtual_pipeline_model_parallel_size: int | None = flag(
         None, "chunks of layers per stage", ge=2, alias="--num-virtual-stages-per-pipeline-rank"
     )
@@ -97,7 +97,7 @@ class MegatronFlags:
 
 
 def choose_trainer(draft: Draft) -> None:
-    """Flags of Megatron choose its trainer, as in scripts of slime; FSDP trains what it does not build."""
+    """Choose Megatron if its flags are given, as in slime scripts; else FSDP if it must build the family."""
     flags = [spec.name for spec in specs_of(MegatronFlags) if draft.was_given(spec.name)]
     given = [*draft.megatron_config, *flags]
     if not given or draft.was_given("train_backend"):
@@ -116,7 +116,7 @@ def choose_trainer(draft: Draft) -> None:
 
 
 def _family_not_built(draft: Draft, backend: str) -> str | None:
-    """The type of the model if its config is here and the trainer does not build it."""
+    """Return the type of a local model that the trainer cannot build; None: it can, or is unknown."""
     known = BACKENDS[backend].families
     if known is None or draft.hf_checkpoint is None or draft.custom_model_provider_path is not None:
         return None
@@ -125,7 +125,7 @@ def _family_not_built(draft: Draft, backend: str) -> str | None:
 
 
 def _train_without_megatron(draft: Draft, kind: str) -> None:
-    """FSDP takes the run: flags that say how Megatron computes are left out, others must be its own."""
+    """Use FSDP: drop flags for Megatron's way of computing; refuse flags that change what is trained."""
     why, fields = f"fsdp trains a {kind}", draft.megatron_config
     draft.derive("train_backend", "fsdp", f"Megatron does not build a {kind}")
     refused = [
@@ -148,7 +148,7 @@ def _train_without_megatron(draft: Draft, kind: str) -> None:
 
 
 def megatron_trainer(draft: Draft) -> None:
-    """Runs before sizes are derived."""
+    """Check Megatron's flags, before sizes are derived."""
     if not BACKENDS[draft.train_backend].takes_megatron_flags:
         given = [spec for spec in specs_of(MegatronFlags) if draft.was_given(spec.name)]
         unread = [spec.option for spec in given if getattr(draft, spec.name) != spec.default]
@@ -161,7 +161,7 @@ def megatron_trainer(draft: Draft) -> None:
     fields = draft.megatron_config
     if "mtp_num_layers" in fields and not draft.enable_mtp_training:
         draft.idle.append(
-            "--mtp-num-layers is given without --enable-mtp-training: heads stay as they were read."
+            "--mtp-num-layers is given without --enable-mtp-training: the heads are not trained."
         )
         fields = {name: value for name, value in fields.items() if name != "mtp_num_layers"}
         draft.set("megatron_config", fields, draft.sources["megatron_config"])
@@ -170,7 +170,7 @@ def megatron_trainer(draft: Draft) -> None:
             raise ValueError(f"{option_of(name)} cannot be given: {OWNED[name]}.")
     if draft.main_grads_dtype == "bf16" and fields.get("grad_reduce_in_fp32"):
         raise ValueError(
-            "--main-grads-dtype is bf16 beside --accumulate-allreduce-grads-in-fp32: gradients add up in one "
+            "--main-grads-dtype is bf16 with --accumulate-allreduce-grads-in-fp32: gradients add up in one "
             "precision; keep one of them."
         )
     if draft.sequence_parallel and draft.tensor_model_parallel_size == 1:
@@ -186,20 +186,20 @@ def megatron_trainer(draft: Draft) -> None:
 
 
 def _virtual_stages(draft: Draft) -> None:
-    """Layers per chunk say how many chunks a pipeline stage has, once the number of layers is known."""
+    """Derive the number of chunks of a pipeline stage from the layers per chunk and the number of layers."""
     each, stages = draft.num_layers_per_virtual_pipeline_stage, draft.pipeline_model_parallel_size
     if each is None:
         return
     option = f"--num-layers-per-virtual-pipeline-stage is {each}"
     if draft.virtual_pipeline_model_parallel_size is not None:
-        raise ValueError(f"{option} beside --num-virtual-stages-per-pipeline-rank; keep one of them.")
+        raise ValueError(f"{option} and --num-virtual-stages-per-pipeline-rank are both set; keep one.")
     config = read_config(draft.hf_checkpoint) if draft.hf_checkpoint else {}
     layers = config.get("num_hidden_layers") or draft.megatron_config.get("num_layers")
     if layers is None or layers % (stages * each):
         known = (
-            f"{layers} layers on {stages} stage(s) do not divide so"
+            f"{layers} layers on {stages} stage(s) do not divide like this"
             if layers
-            else "no config says how many layers there are"
+            else "the number of layers is unknown without a config"
         )
         raise ValueError(f"{option}: {known}; use --num-virtual-stages-per-pipeline-rank.")
     chunks = layers // (stages * each)
@@ -218,7 +218,7 @@ def model_family(draft: Draft) -> None:
 
 
 def _dispatcher(draft: Draft) -> None:
-    """DeepEP where it is there and ranks share experts; how tokens travel changes nothing that is trained."""
+    """Use DeepEP if it is installed and ranks share experts; the way tokens travel changes no result."""
     alone = draft.expert_model_parallel_size * draft.expert_tensor_parallel_size == 1
     if draft.moe_token_dispatcher_type != "flex":
         return

@@ -10,10 +10,10 @@ from slime.arguments.groups.run import resumed_settings
 from slime.catalog.backends import BACKENDS
 from slime.utils.models.model_config import read_config
 
-ON_CPU = 4096  # tokens: a forward pass of more gains no speed, and one of a small model stays below 2 GiB
+ON_CPU = 4096  # tokens: more per pass gains no speed, and a small model stays below 2 GiB
 LEAST, MOST = 1024, 16384
 _ROUND = 1024
-_USED = 0.6  # share of a GPU's memory; the rest is for what an engine leaves, collectives and fragments
+_USED = 0.6  # share of a GPU's memory; the rest is for an engine's remains, collectives and fragments
 _MASTER, _GRADIENT, _MOMENTS = 4, 4, 8  # bytes of one parameter
 _LOGITS = 1 << 30  # one block of them with its gradient
 _PACKING = ("use_dynamic_batch_size", "max_tokens_per_gpu", "micro_batch_size")
@@ -32,12 +32,12 @@ def micro_batches(draft: Draft) -> None:
 
 
 def token_limit(draft: Draft) -> None:
-    """--max-tokens-per-gpu, where it is left out, from the memory of a GPU and the size of the model."""
+    """Derive --max-tokens-per-gpu, if it is not given, from the GPU's memory and the model's size."""
     if not draft.use_dynamic_batch_size or draft.max_tokens_per_gpu is not None:
         return
     memory, config = gpu_bytes(), _text_config(draft.hf_checkpoint)
     if memory is None or not config:
-        why = "no GPU visible" if memory is None else "the model's config is not here"
+        why = "no GPU visible" if memory is None else "the model's config is not on this machine"
         draft.derive("max_tokens_per_gpu", ON_CPU, f"{why}: the constant for a CPU")
         return
     ranks = draft.actor_num_nodes * (draft.actor_num_gpus_per_node or 1)
@@ -51,7 +51,7 @@ def token_limit(draft: Draft) -> None:
         recompute=draft.activation_checkpointing,
         trained=not draft.lora_rank,
     )
-    why = f"what fits beside the model in a GPU of {memory / (1 << 30):.0f} GiB"
+    why = f"fits next to the model in a GPU of {memory / (1 << 30):.0f} GiB"
     draft.derive("max_tokens_per_gpu", tokens, why)
 
 
@@ -65,10 +65,10 @@ def tokens_that_fit(
     recompute: str,
     trained: bool = True,
 ) -> int:
-    """Tokens of which a GPU holds all activations beside its share of weights, gradients and moments.
+    """Return the tokens whose activations fit into a GPU next to its share of weights, gradients and moments.
 
-    A rough count on the safe side, as the plan before the start makes a finer one. `copies_over`: ranks over
-    which weights and gradients are spread; moments are spread over all `ranks`.
+    This is a rough, safe count; the plan before the start makes a finer one. `copies_over`: ranks over which
+    weights and gradients are spread; moments are spread over all `ranks`.
     """
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     width = config.get("intermediate_size") or 4 * hidden
@@ -80,16 +80,16 @@ def tokens_that_fit(
     parameters = layers * block + ends * hidden * config.get("vocab_size", 0)
     static = parameters * (_MASTER + item_bytes + (_GRADIENT if trained else 0)) / copies_over
     static += parameters * (_MOMENTS if trained else 0) / ranks
-    kept = 16 * hidden + 3 * (each * chosen if experts else width)  # numbers of one token in one layer
+    kept = 16 * hidden + 3 * (each * chosen if experts else width)  # numbers per token and layer
     per_token = item_bytes * (kept + layers * hidden if recompute == "full" else layers * kept)
     tokens = int((_USED * memory - static - _LOGITS) / per_token)
     return max(LEAST, min(MOST, tokens // _ROUND * _ROUND))
 
 
 def _text_config(model: str | None) -> dict[str, Any]:
-    """The sizes in a model's config.json; empty where it is not on this machine, or has none."""
+    """Return the sizes in a model's config.json; empty if it is not on this machine, or has none."""
     config: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # a damaged one is reported by whoever needs it
+    with contextlib.suppress(ValueError):  # a damaged one is reported where it is needed
         config = read_config(model) if model else {}
     config = config.get("text_config") or config
     return config if {"hidden_size", "num_hidden_layers"} <= config.keys() else {}

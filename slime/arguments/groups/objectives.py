@@ -8,7 +8,7 @@ from slime.catalog.estimators import ESTIMATORS
 
 # Losses over pairs of a preferred and a rejected answer.
 PAIR_LOSSES = ("dpo_loss", "rm_loss")
-# Loss types that take no advantages: what they train on is given, not scored.
+# Loss types without advantages: their data is given, not scored.
 SUPERVISED_LOSSES = ("sft_loss", *PAIR_LOSSES)
 # Names of --opd-type in recipes written for other versions.
 OPD_TYPE_ALIASES = {"sglang": "engine", "megatron": "trainer"}
@@ -37,11 +37,14 @@ class KeptPolicyFlags:
     """Kept policies."""
 
     ref_update_interval: int | None = flag(
-        None, "rollouts after which the reference becomes the policy again", ge=1, only_with=REFERENCE
+        None,
+        "rollouts until the reference is set to the current policy",
+        ge=1,
+        only_with=REFERENCE,
     )
     keep_old_actor: bool = flag(
         False,
-        "take ratios against the weights that sampled the batch (asynchronous runs)",
+        "compute ratios against the weights that sampled the batch (asynchronous runs)",
         only_with=OLD_LOG_PROBS,
     )
     reset_optimizer_states: bool = flag(False, "reset the optimizer's moments before each rollout's training")
@@ -100,7 +103,7 @@ class DistillationFlags:
 class PreferenceFlags:
     """Preference pairs."""
 
-    dpo_beta: float = flag(0.1, "how strongly DPO holds the policy to the reference", gt=0, only_with=DPO)
+    dpo_beta: float = flag(0.1, "beta of DPO: pull to the reference", gt=0, only_with=DPO)
 
 
 def distillation(draft: Draft) -> None:

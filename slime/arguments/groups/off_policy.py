@@ -8,7 +8,7 @@ from slime.arguments.groups.objectives import POLICY_LOSS
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 
 LEVELS = ("token", "sequence", "geometric")
-# Each of these takes into account that other weights than the current ones sampled a token.
+# Each of these accounts for tokens that other weights than the current ones sampled.
 CORRECTIONS = ("use_tis", "use_rs", "use_rollout_logprobs", "keep_old_actor")
 
 
@@ -21,7 +21,7 @@ OWN_REJECTION = lacks("custom_tis_function_path")
 REJECTS = needs("use_rs")
 OPSM = needs("use_opsm")
 DRIFTS = either(
-    # The only optimizer step of a rollout starts at the old policy: no sample has drifted from it.
+    # With one optimizer step per rollout, training starts at the old policy: no sample has drifted.
     above("num_steps_per_rollout", 1),
     needs("use_rollout_logprobs"),
     needs("keep_old_actor"),
@@ -40,7 +40,7 @@ class OffPolicyFlags:
     tis_clip: float = flag(2.0, "upper bound of the importance weight", gt=0, only_with=TIS)
     tis_clip_low: float = flag(0.0, "lower bound of the weight", ge=0, only_with=(TIS, LOWER_BOUND))
     tis_level: str = flag(
-        "token", "ratio of the token, or of its sequence", choices=LEVELS, only_with=(TIS, BUILT_IN_WEIGHTS)
+        "token", "ratio per token, or per sequence", choices=LEVELS, only_with=(TIS, BUILT_IN_WEIGHTS)
     )
     tis_mode: str = flag(
         "clip",
@@ -51,10 +51,10 @@ class OffPolicyFlags:
     custom_tis_function_path: str | None = flag(None, "function for the weights", only_with=ASKS_FOR_WEIGHTS)
     use_rs: bool = flag(
         False,
-        "leave tokens or samples with a ratio out of bounds out",
+        "leave out tokens or samples whose ratio is out of bounds",
         only_with=(POLICY_LOSS, OWN_REJECTION),
     )
-    rs_level: str = flag("token", "whose ratio decides about rejection", choices=LEVELS, only_with=REJECTS)
+    rs_level: str = flag("token", "level of the ratio for rejection", choices=LEVELS, only_with=REJECTS)
     rs_upper: float = flag(2.0, "upper bound of the ratio", gt=0, only_with=REJECTS)
     rs_lower: float | None = flag(
         None, "lower bound of the ratio; default: 1 / upper", ge=0, only_with=REJECTS
@@ -67,7 +67,9 @@ class OffPolicyFlags:
     )
     opsm_delta: float = flag(1e-4, "how far such a sample may drift (mean log-ratio)", ge=0, only_with=OPSM)
     get_mismatch_metrics: bool = flag(
-        False, "report how far engine and trainer policy lie apart (mis_*)", only_with=POLICY_LOSS
+        False,
+        "report how much engine and trainer policy differ (mis_*)",
+        only_with=POLICY_LOSS,
     )
 
 

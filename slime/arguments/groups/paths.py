@@ -63,12 +63,12 @@ def _in_full(text: str) -> str:
 
 
 def _model(text: str) -> str:
-    """Resolve a folder; a name of the hub stays what it is."""
+    """Resolve a folder; a hub name is unchanged."""
     return _in_full(text) if Path(text).expanduser().exists() else text
 
 
 def _plugin(text: str) -> str:
-    """Resolve the file of `file.py:function`; `package.module.function` stays what it is."""
+    """Resolve the file of `file.py:function`; `package.module.function` is unchanged."""
     match = _IN_A_FILE.match(text)
     if match is not None:
         return f"{match[1]}{_in_full(match[2])}{match[3]}"
@@ -81,7 +81,7 @@ def _sources(text: str) -> str:
 
 
 def _source(text: str) -> str:
-    """Resolve a file of prompts, with its range of rows if it has one; addresses stay what they are."""
+    """Resolve a file of prompts, with its range of rows if it has one; addresses are unchanged."""
     if (hub := _HUB_FOLDER.match(text)) is not None:
         return f"{hub[1]}{_model(hub[2])}{hub[3]}"
     if is_url(text) or text.startswith("env:"):

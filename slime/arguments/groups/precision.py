@@ -17,7 +17,7 @@ _SET_FOR_FP8 = ("--quantization", "--load-format", "--json-model-override-args")
 
 
 def derive_precision(draft: Draft, count_gpus: Callable[[], int]) -> None:
-    """Chooses the precision from this machine; on a cluster every machine decides for itself."""
+    """Choose the precision for this machine; on a cluster every machine chooses for itself."""
     if draft.runtime == "ray" or draft.dtype == "float32":
         return
     if count_gpus():
@@ -27,7 +27,7 @@ def derive_precision(draft: Draft, count_gpus: Callable[[], int]) -> None:
 
 
 def _on_gpu(draft: Draft) -> None:
-    # Loads torch, which counting the GPUs has done already.
+    # Loads torch, which the count of GPUs has loaded already.
     from slime.utils.machine.accelerator import has_bfloat16
 
     if draft.dtype == "auto":
@@ -54,9 +54,9 @@ def _on_cpu(draft: Draft) -> None:
 
 
 def stored_dtype(model: str | None) -> str | None:
-    """The precision that a model's config names; None: it names none, or is not on this machine."""
+    """Return the precision that a model's config names; None: it names none, or is not on this machine."""
     config: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # a damaged one is reported by whoever needs it
+    with contextlib.suppress(ValueError):  # a damaged one is reported where it is needed
         config = read_config(model) if model else {}
     parts = [config, config.get("text_config") or {}]
     return next(
@@ -66,7 +66,7 @@ def stored_dtype(model: str | None) -> str | None:
 
 
 def engine_precision(draft: Draft) -> None:
-    """Engines in FP8 differ from the trainer by more than arithmetic. Runs after the topology is known."""
+    """Derive settings for FP8 engines, which differ from the trainer by more than rounding of sums."""
     path = draft.engine_topology.policy.model_path
     from_folder = bool(path and block_size_of(path))
     if draft.rollout_quantization == "fp8":
@@ -97,7 +97,7 @@ def _allow_fp8_differences(draft: Draft, why: str) -> None:
 
 
 def fp8_training(draft: Draft) -> None:
-    """FP8 products need whole matrices of the model's own. Runs before `engine_precision`."""
+    """Check --fp8-training: FP8 products need whole matrices of the model. Runs before `engine_precision`."""
     if not draft.fp8_training:
         return
     size = draft.tensor_model_parallel_size
@@ -114,14 +114,14 @@ def fp8_training(draft: Draft) -> None:
 
 
 def _from_16_bit(draft: Draft, from_folder: bool) -> None:
-    """The engines get everything by pushes, and know that it is FP8 from us alone."""
+    """Check --rollout-quantization fp8: engines get all weights by pushes, which slime converts."""
     policy = draft.engine_topology.policy
     own = {"--" + word for group in policy.groups for word in group.overrides}
     given = {word.split("=")[0] for word in draft.sglang_options} | {word.replace("_", "-") for word in own}
     taken = [f"--sglang-{word.removeprefix('--')}" for word in _SET_FOR_FP8 if word in given]
     reasons = {
-        f"{policy.model_path} holds FP8 weights already; give a 16-bit --hf-checkpoint": from_folder,
-        "external engines decide themselves what they hold; start them from an FP8 checkpoint": (
+        f"{policy.model_path} contains FP8 weights already; give a 16-bit --hf-checkpoint": from_folder,
+        "external engines choose their own format; start them from an FP8 checkpoint": (
             draft.rollout_external_engine_addrs
         ),
         "a run with only one stage pushes nothing to engines": draft.debug_rollout_only

@@ -38,8 +38,8 @@ class RewardFlags:
     custom_rm_path: str | None = flag(None, "your own reward function")
     group_rm: bool = flag(False, "the reward function scores a whole group at a time")
     rm_url: str | None = flag(None, "server of the remote_rm reward", metavar="URL", only_with=REMOTE)
-    reward_key: str | None = flag(None, "which entry counts when a reward is a dict")
-    eval_reward_key: str | None = flag(None, "which entry counts in evaluation; default: --reward-key")
+    reward_key: str | None = flag(None, "entry of a dict reward to use")
+    eval_reward_key: str | None = flag(None, "dict entry used in evaluation; default: --reward-key")
     reward_weights: dict | None = flag(
         None, "weights of the entries of a dict reward, as JSON", only_with=SHAPED
     )
@@ -79,7 +79,7 @@ def reward_shaping(draft: Draft) -> None:
         )
     if size is not None and ESTIMATORS[draft.advantage_estimator].divides_by_mean_reward:
         raise ValueError(
-            "--overlong-buffer-len makes rewards of long answers negative, and --advantage-estimator "
+            "--overlong-buffer-len makes rewards of long responses negative, and --advantage-estimator "
             f"{draft.advantage_estimator} divides by the mean reward, which must be at least 0; remove it."
         )
 

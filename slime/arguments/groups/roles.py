@@ -18,9 +18,9 @@ from slime.utils.files.torch_dist_folder import is_megatron_folder
 
 FLAG = "--megatron-config-path"
 ROLES = ("actor", "critic")
-# Settings of the critic that have a flag of their own.
+# Settings of the critic that also have a flag.
 CRITIC_FLAGS = {**{name: f"critic_{name}" for name in ("lr", "lr_warmup_iters")}, "load": "critic_load"}
-# Settings that its model and optimizer read from its own copy of the arguments.
+# Settings that the critic's model and optimizer read from its copy of the arguments.
 OWN = (
     *("hf_checkpoint", "megatron_config", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
     *("lr_decay_iters", "lr_decay_style", "min_lr", "clip_grad", "recompute_granularity"),
@@ -29,7 +29,7 @@ _IDLE = ("num_nodes", "num_gpus_per_node")  # where the critic runs: on the poli
 
 
 def read_roles(path: str) -> dict[str, dict[str, Any]]:
-    """Role -> its settings as written; ValueError names what is no such file."""
+    """Return role -> its settings as written; ValueError for an invalid file."""
     content = read_yaml_mapping(path, FLAG)
     rows = content.get("megatron")
     if set(content) != {"megatron"} or not isinstance(rows, list):
@@ -52,7 +52,7 @@ def read_roles(path: str) -> dict[str, dict[str, Any]]:
 def apply_critic(draft: Draft, critic: Draft, path: str) -> None:
     """Lay the settings of the critic, read into a draft of their own, over those of the run."""
     if not CRITIC.works(draft):
-        raise ValueError(f"{FLAG} {path} has settings of a critic, which trains only {CRITIC.words}.")
+        raise ValueError(f"{FLAG} {path} has settings of a critic, which is trained only {CRITIC.words}.")
     own: dict[str, Any] = {}
     for name in (name for name in critic.values if critic.was_given(name)):
         value = critic.values[name]

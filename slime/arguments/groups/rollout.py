@@ -10,8 +10,8 @@ from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC_ROLLOUT_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 REFUSED = {
-    "colocate": "engines that give up the device for training cannot keep generating",
-    "partial_rollout": "nothing is cut off there, so nothing is to be continued",
+    "colocate": "engines that release the device for training cannot keep generating",
+    "partial_rollout": "no response is interrupted there, so none can be continued",
 }
 
 
@@ -57,7 +57,7 @@ class RolloutFlags:
         None, "prompts fetched at a time; default: all of a rollout", ge=1
     )
     partial_rollout: bool = flag(False, "keep unfinished responses and continue them in the next rollout")
-    mask_offpolicy_in_partial_rollout: bool = flag(False, "do not train older tokens", only_with=PARTIAL)
+    mask_offpolicy_in_partial_rollout: bool = flag(False, "do not train on older tokens", only_with=PARTIAL)
     dynamic_sampling_filter_path: str | None = flag(None, "function that keeps or drops a group")
     custom_generate_function_path: str | None = flag(None, "function that generates one sample")
     rollout_sample_hook_path: list[str] = flag(
@@ -71,13 +71,13 @@ class RolloutFlags:
     )
     max_weight_staleness: int = flag(
         1,
-        "highest age of a trained token in weight pushes (fully asynchronous; 2 with train_async.py)",
+        "largest age of a trained token, in weight pushes (fully asynchronous; 2 with train_async.py)",
         ge=0,
         only_with=IN_FLIGHT,
     )
     group_failure_action: str = flag(
         "stop",
-        "if a sample cannot be generated: stop, or drop or retry its group",
+        "what to do if a sample cannot be generated: stop, or drop or retry its group",
         choices=("stop", "drop", "retry"),
     )
     buffer_filter_path: str | None = flag(None, "function that takes groups out of the buffer")
@@ -97,7 +97,7 @@ def sampling(draft: Draft) -> None:
             "is that of the model as it is; use 1 (evaluation has --eval-temperature)."
         )
     if draft.rollout_top_k == 0:
-        raise ValueError("--rollout-top-k is 0, which keeps no token at all; use -1 for all tokens.")
+        raise ValueError("--rollout-top-k is 0, which keeps no token; use -1 for all tokens.")
 
 
 def context_length(draft: Draft) -> None:
@@ -138,7 +138,7 @@ def fully_async_rollout(draft: Draft) -> None:
 
 
 def staleness_bound(draft: Draft) -> None:
-    """The asynchronous loop makes a batch before the push that it is trained after: one is always there."""
+    """Derive --max-weight-staleness: the asynchronous loop's batches are at least one push old."""
     if draft.training_loop != ASYNCHRONOUS or draft.rollout_function_path != FULLY_ASYNC_ROLLOUT_FUNCTION:
         return
     if draft.sources["max_weight_staleness"] == DEFAULT:
@@ -146,6 +146,6 @@ def staleness_bound(draft: Draft) -> None:
         draft.derive("max_weight_staleness", 2, why)
     elif draft.max_weight_staleness < 1:
         raise ValueError(
-            "--max-weight-staleness is 0, but the asynchronous loop trains each batch after a push that its "
+            "--max-weight-staleness is 0, but the asynchronous loop trains each batch one push after its "
             "engines had not seen; use at least 1, or train.py."
         )

@@ -17,7 +17,7 @@ from slime.utils.files.run_file import choose_run_folder, has_finished, is_unfin
 from slime.utils.files.step_folders import same_folder
 
 ROW_RANGE = re.compile(r"^(.*)@\[-?\d*:-?\d*\]$")
-# What a model hub calls a model: `name` or `owner/name`. Anything else is meant as a path.
+# A model id of a hub: `name` or `owner/name`. Anything else is a path.
 HUB_ID = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?$")
 
 
@@ -36,11 +36,11 @@ class RunFlags:
     dry_run: bool = flag(False, "check settings, model, data, reward and machine, and start nothing")
     skip_preflight: list[str] = flag(
         [],
-        "checks before the start to leave out: of the reward, of lengths, or of the machine",
+        "checks before the start to skip: of the reward, of lengths, or of the machine",
         choices=("reward", "lengths", "machine"),
     )
     run_dir: str | None = flag(
-        None, "folder of this run alone. Default: runs/<model>-<seed>, or the next free name"
+        None, "folder of this run only. Default: runs/<model>-<seed>, or the next free name"
     )
     auto_resume: bool = flag(
         True,
@@ -53,13 +53,11 @@ class RunFlags:
     quiet: bool = flag(False, "no panels, live lines or samples: warnings and errors only")
     log_level: str | None = flag(
         None,
-        "lowest level of shown log lines; default: warning on a terminal, else info",
+        "minimum level of displayed log lines; default: warning on a terminal, else info",
         choices=("debug", "info", "warning", "error"),
     )
-    seed: int = flag(1234, "seed of the run; also --rollout-seed, where only this is given", ge=0)
-    deterministic_mode: bool = flag(
-        False, "give the same bits in every run, as far as trainer and engines can"
-    )
+    seed: int = flag(1234, "seed of the run; also --rollout-seed, if only this one is given", ge=0)
+    deterministic_mode: bool = flag(False, "same bits in every run, as far as trainer and engines support it")
     timeouts: dict = flag({}, "deadlines in seconds:", metavar="NAME=SECONDS,...", rows=DEADLINES)
     limits: dict = flag({}, "limits on counts:", metavar="NAME=NUMBER,...", rows=LIMITS)
     custom_config_path: str | None = flag(
@@ -96,7 +94,7 @@ class AssertionFlags:
     """Assertions of a run, for tests."""
 
     ci_test: bool = flag(False, "check in the first step that KL terms are 0 and log-probs agree")
-    ci_disable_kl_checker: bool = flag(False, "leave out the check of KL terms", only_with=TESTED)
+    ci_disable_kl_checker: bool = flag(False, "skip the check of KL terms", only_with=TESTED)
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
         0.1, "--logprob-diff-threshold of --ci-test", ge=0, only_with=TESTED
     )
@@ -124,7 +122,7 @@ def debug_modes(draft: Draft) -> None:
         draft.derive("debug_train_only", True, "replayed dumps (load_debug_rollout_data) need no engines")
     if draft.debug_rollout_only and draft.debug_train_only:
         raise ValueError(
-            "--debug-rollout-only and --debug-train-only leave nothing to run; keep one of them "
+            "--debug-rollout-only and --debug-train-only leave nothing to do; keep one of them "
             "(--load-debug-rollout-data implies --debug-train-only)."
         )
 
@@ -141,7 +139,7 @@ def needed_flags(draft: Draft) -> None:
         "--hf-checkpoint is required: the folder or hub id of the model, for example Qwen/Qwen3-0.6B.": (
             draft.hf_checkpoint is None and not (draft.debug_rollout_only and own_rollout)
         ),
-        "--debug-train-only starts no engines, but the default rollout function asks them for samples; "
+        "--debug-train-only starts no engines, but the default rollout function needs them; "
         "replay a dump with --load-debug-rollout-data, or use --rollout-function-path "
         "slime.rollout.sft_rollout.generate_rollout.": asks_engines and trains_only and not replays,
         f"--prompt-data is required: a {ENDINGS} file of prompts. If your rollout function brings its "
@@ -185,7 +183,7 @@ def auto_resume(draft: Draft) -> None:
     for folder in own_folders(draft):
         if is_unfinished(folder, draft.values, draft.save):
             draft.derive("load", draft.save, f"{folder} holds this run, unfinished (--no-auto-resume)")
-            draft.derive("ckpt_step", None, "it chose a checkpoint of --load, which was not given")
+            draft.derive("ckpt_step", None, "chose a checkpoint of --load, but --load was not given")
             if draft.run_dir is None:
                 draft.derive("run_dir", str(folder.absolute()), "it holds this run, unfinished")
             return
@@ -195,7 +193,7 @@ def auto_resume(draft: Draft) -> None:
 
 
 def own_folders(draft: Draft) -> list[Path]:
-    """The folders that may hold an earlier start of this run."""
+    """Return the folders that may contain an earlier start of this run."""
     if draft.run_dir is not None:
         return [Path(draft.run_dir)]
     base = base_folder(draft.hf_checkpoint, draft.seed)
@@ -204,7 +202,7 @@ def own_folders(draft: Draft) -> list[Path]:
 
 
 def base_folder(hf_checkpoint: str | None, seed: int) -> str:
-    """The folder of a run that names none, where it is free: Qwen/Qwen3-0.6B -> runs/Qwen3-0.6B-1234."""
+    """Return the default folder of a run, if it is free: Qwen/Qwen3-0.6B -> runs/Qwen3-0.6B-1234."""
     model = Path(hf_checkpoint).name if hf_checkpoint else "run"
     return f"runs/{model or 'run'}-{seed}"
 
@@ -213,7 +211,7 @@ def run_folder(draft: Draft) -> None:
     if draft.run_dir is None:
         base = base_folder(draft.hf_checkpoint, draft.seed)
         folder = choose_run_folder(base, resumption_of(draft.load, draft.ckpt_step, draft.finetune))
-        why = "runs/<model>-<seed>" if folder == base else f"{base} is that of another run"
+        why = "runs/<model>-<seed>" if folder == base else f"{base} belongs to another run"
         draft.derive("run_dir", str(Path(folder).absolute()), why)
 
 
@@ -234,20 +232,20 @@ def check_paths_exist(draft: Draft) -> None:
         ("hf_checkpoint of the critic", draft.critic_overrides.get("hf_checkpoint")),
     ):
         _check_model(option, path)
-    # A run that resumes itself names the same folder twice, and its first start finds nothing there.
+    # A run that resumes itself has one folder for both flags, which does not exist at its first start.
     if draft.load is not None and draft.load != draft.save and not Path(draft.load).expanduser().is_dir():
         raise ValueError(f"--load is {draft.load}: there is no such folder, and --save names another.")
 
 
 def files_of_words(words: str | list[str] | None) -> list[str]:
-    """The files of --prompt-data, each with its range of rows if it has one."""
+    """Return the files of --prompt-data, each with its range of rows if it has one."""
     return [
         path for word in ([words] if isinstance(words, str) else words or []) for path in split_files(word)
     ]
 
 
 def split_files(word: str) -> list[str]:
-    """Several files may be one word with commas, unless a file of that very name exists."""
+    """Split one value at its commas into several files, unless a file of that exact name exists."""
     if Path(without_rows(word)).expanduser().exists():
         return [word]
     return [part.strip() for part in word.split(",") if part.strip()]

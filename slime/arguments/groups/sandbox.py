@@ -11,7 +11,7 @@ _SANDBOXES = "; ".join(f"{name}: {row.help}" for name, row in SANDBOXES.items())
 
 
 def _may_ask_judge(draft: Draft) -> bool:
-    """Without --rm-type a row of the prompt data may name the judge."""
+    """Return whether the judge may be used: without --rm-type, rows of the prompt data may name it."""
     reward = find_reward(draft.rm_type)
     return draft.rm_type is None or reward is None or reward.asks_judge
 
@@ -47,4 +47,4 @@ class SandboxFlags:
         metavar="FILE",
         only_with=JUDGE,
     )
-    judge_max_score: float = flag(10.0, "the best score, which becomes reward 1", gt=0, only_with=JUDGE)
+    judge_max_score: float = flag(10.0, "the best score; it becomes reward 1", gt=0, only_with=JUDGE)

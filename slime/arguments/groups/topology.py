@@ -29,7 +29,7 @@ class TopologyFlags:
         None, "engines that only prefill; the others only decode (SGLang and its router)", ge=1
     )
     rollout_external_engine_addrs: list[str] | None = flag(
-        None, "host:port of engines that already run; they are only used", metavar="ADDR"
+        None, "host:port of engines that already run; slime only uses them", metavar="ADDR"
     )
     rollout_router: str = flag(
         "builtin",
@@ -67,7 +67,7 @@ class ServerGroup:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model behind one router. `update_weights`: it is the policy, and gets every push."""
+    """One model with one router in front. `update_weights`: it is the policy, and gets every push."""
 
     name: str
     model_path: str | None
@@ -95,12 +95,12 @@ class Topology:
 
     @property
     def policy(self) -> ServedModel:
-        """The model that learns; where none does, the first one."""
+        """The model that is trained; if none is, the first one."""
         return next((model for model in self.models if model.update_weights), self.models[0])
 
 
 def plain_topology(model_path: str | None, num_gpus: int, num_gpus_per_engine: int) -> Topology:
-    """The topology of a run without a file: one model, all engines alike, and at least one engine."""
+    """Return the topology of a run without a file: one model with identical engines, at least one."""
     group = ServerGroup("regular", max(num_gpus, num_gpus_per_engine), num_gpus_per_engine)
     return Topology((ServedModel("default", model_path, True, (group,)),))
 
@@ -121,7 +121,7 @@ def prefill_topology(
 
 
 def read_topology(path: str, hf_checkpoint: str | None, num_gpus_per_engine: int) -> Topology:
-    """Read the file of --sglang-config; what it leaves open follows from the arguments."""
+    """Read the file of --sglang-config; what it leaves out is derived from the arguments."""
     file = f"--sglang-config {path}"
     content = read_yaml_mapping(path, "--sglang-config")
     _refuse_unknown(content, ("sglang",), file)
@@ -137,7 +137,7 @@ def read_topology(path: str, hf_checkpoint: str | None, num_gpus_per_engine: int
         if names.count(name) > 1:
             raise ValueError(f"{file}: two models are called {name!r}; give each its own name.")
     if len(learning) > 1:
-        raise ValueError(f"{file}: update_weights is true for {', '.join(learning)}: one model learns.")
+        raise ValueError(f"{file}: update_weights is true for {', '.join(learning)}: keep one.")
     if not any(model.num_engines for model in models):
         raise ValueError(f"{file}: every group is a placeholder, so nothing would serve.")
     for model in models:
@@ -211,7 +211,7 @@ def _refuse_unknown(row: Any, known: tuple[str, ...], where: str) -> None:
 
 
 def topology_source(draft: Draft) -> None:
-    """Runs before sizes are derived: at most one flag may say which engines there are and on which GPUs."""
+    """Check, before sizes are derived, that at most one flag defines the engines and their GPUs."""
     given = [option_of(name) for name in _SOURCES if getattr(draft, name)]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} both say which engines serve; keep one of them.")
@@ -227,13 +227,13 @@ def topology_source(draft: Draft) -> None:
     if draft.rollout_external_engine_addrs:
         if draft.was_given("rollout_num_gpus") and draft.rollout_num_gpus:
             draft.idle.append(
-                f"--rollout-num-gpus is {draft.rollout_num_gpus}, but external engines bring their own GPUs."
+                f"--rollout-num-gpus is {draft.rollout_num_gpus}, but external engines have their own GPUs."
             )
-        draft.derive("rollout_num_gpus", 0, "external engines bring their own")
+        draft.derive("rollout_num_gpus", 0, "external engines have their own")
 
 
 def topology(draft: Draft) -> None:
-    """Runs after the sizes are known: sets `args.engine_topology`, whichever flag described it."""
+    """Set `args.engine_topology`, whichever flag described it; runs after the sizes are known."""
     size = (draft.hf_checkpoint, draft.rollout_num_gpus, draft.rollout_num_gpus_per_engine)
     if draft.prefill_num_servers:
         found = prefill_topology(*size, draft.prefill_num_servers)
@@ -294,14 +294,14 @@ def _check_overrides(draft: Draft, topology: Topology) -> None:
 
 
 def _router_policy(draft: Draft) -> None:
-    """The policy becomes a flag of SGLang's router where there is one."""
+    """Make the policy a flag of SGLang's router, if there is one."""
     policy, why = draft.sglang_router_policy, None
     if policy is None or draft.debug_train_only:
         return
     if draft.rollout_router == "builtin" and draft.was_given("rollout_router"):
         why = "--rollout-router is builtin"
     elif not _takes_router(draft):
-        why = f"--rollout-engine {draft.rollout_engine} has slime's own balancer"
+        why = f"--rollout-engine {draft.rollout_engine} uses slime's own balancer"
     elif find_python(None, ".venv-router", "sglang_router") is None:
         why = "sglang-router is not installed: slime's own balancer chooses"
     if why:
@@ -329,7 +329,7 @@ def _check_router(draft: Draft, reason: str) -> None:
 
 
 def _given_router(draft: Draft) -> None:
-    """A router of others: engines that it can serve, and nothing that only one of ours would do."""
+    """Check a router that already runs: its engines, and that no flag needs slime's own balancer."""
     host, options = draft.sglang_router_ip, draft.router_options
     if draft.sglang_router_port is None:
         raise ValueError(
@@ -344,7 +344,7 @@ def _given_router(draft: Draft) -> None:
 
 
 def router(draft: Draft) -> None:
-    """SGLang's router where it is needed, or where flags of its own are given; those are checked."""
+    """Choose SGLang's router if it is needed or its flags are given; those are checked."""
     source = draft.sources["router_options"]
     if draft.sglang_router_ip is not None and not draft.debug_train_only:
         _given_router(draft)

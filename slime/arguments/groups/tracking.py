@@ -14,7 +14,9 @@ class TrackingFlags:
     """Logging (metrics.jsonl is always written)."""
 
     record_max_mib: int = flag(
-        1024, "most MiB of samples kept for `slime samples RUN`; the oldest go first. 0: none", ge=0
+        1024,
+        "MiB of samples kept for `slime samples RUN`; the oldest are removed first. 0: none",
+        ge=0,
     )
     dashboard: bool = flag(False, "serve the dashboard while the run is active; later: `slime dashboard RUN`")
     use_tensorboard: bool = flag(False, "TensorBoard events, in RUN/tensorboard")

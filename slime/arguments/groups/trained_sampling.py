@@ -13,7 +13,7 @@ from slime.arguments.core.flag import option_of
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.engines import ENGINES
 
-# What bends the distribution -> the value that does not.
+# Parameters that change the distribution -> their neutral values.
 NEUTRAL: dict[str, float] = {
     "top_p": 1.0,
     "top_k": -1,
@@ -23,10 +23,10 @@ NEUTRAL: dict[str, float] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
 }
-GREEDY_BELOW = 1e-6  # temperatures at which engines draw greedily; that of slime.wire.protocol
-# Filters whose outcome an engine can report: the ids that each token was drawn from.
+GREEDY_BELOW = 1e-6  # engines decode greedily up to this temperature (as in slime.wire.protocol)
+# Filters for which an engine can report the ids that each token was drawn from.
 REPORTED_BY_NUCLEUS = ("top_p", "top_k", "min_p")
-# Fields that allow some texts, or favour some tokens.
+# Fields that permit only some texts, or favour some tokens.
 CONSTRAINTS = ("regex", "json_schema", "ebnf", "structural_tag", "logit_bias", "custom_logit_processor")
 
 
@@ -96,7 +96,7 @@ def _accept(name: str, other_way: str = "") -> str:
 
 
 def trained_sampling(draft: Draft) -> None:
-    """The rule for --rollout-top-p and --rollout-top-k, once the engine is chosen."""
+    """Apply the rule to --rollout-top-p and --rollout-top-k, once the engine is chosen."""
     if draft.allow_sampling_mismatch or draft.debug_train_only or draft.debug_rollout_only:
         return
     silent = "external engines do" if draft.rollout_external_engine_addrs else f"{draft.rollout_engine} does"

@@ -9,10 +9,10 @@ from slime.catalog.engines import ENGINES
 
 # -- when flags have an effect
 FSDP = needs("train_backend", "fsdp")
-# Parameters of the part of sparse attention that chooses what is attended to.
+# Parameters of the indexer of sparse attention, which chooses the keys that are attended to.
 INDEXER = r"\bindexer\b"
 ADAPTERS = needs("lora_rank")
-OURS = "slime.rollout."  # how the paths of our own functions begin
+OURS = "slime.rollout."  # prefix of the paths of slime's own functions
 
 
 @dataclass
@@ -48,7 +48,7 @@ class FSDPFlags:
     )
     share_prefix: bool | None = flag(
         None,
-        "compute a start that samples share once. Default: where it saves an eighth of the tokens. "
+        "compute a prefix that samples share once. Default: if it saves an eighth of the tokens. "
         "If given, --max-tokens-per-gpu counts shared tokens once",
         only_with=FSDP,
     )
@@ -79,7 +79,7 @@ class AdapterFlags:
 
 
 def trainable_parameters(draft: Draft) -> None:
-    """Two lists that contradict each other, and adapters in addition to them, are refused."""
+    """Refuse two contradictory lists of parameters, and adapters in addition to a list."""
     if draft.freeze_indexer and not draft.only_train_params_name_list:
         frozen = [*(draft.freeze_params_name_list or []), INDEXER]
         draft.derive("freeze_params_name_list", frozen, "freeze_indexer")
@@ -98,7 +98,7 @@ def trainable_parameters(draft: Draft) -> None:
 
 
 def _adapters_alone(draft: Draft) -> None:
-    """Requests must name the adapters, and the engines must be able to take them."""
+    """Check that requests can name the adapters, and that the engines can load them."""
     transport, mode = draft.update_weight_transport, draft.update_weight_mode
     for holds, why in (
         (
@@ -107,9 +107,12 @@ def _adapters_alone(draft: Draft) -> None:
         ),
         (
             transport in ("auto", "tensor"),
-            f" with --update-weight-transport {transport}: adapters alone go in memory only; use auto",
+            f" with --update-weight-transport {transport}: adapters are sent in memory only; use auto",
         ),
-        (mode == "full", f" with --update-weight-mode {mode}: adapters go whole; keep one of them"),
+        (
+            mode == "full",
+            f" with --update-weight-mode {mode}: adapters are sent whole; keep one of them",
+        ),
         (
             draft.start_from == draft.hf_checkpoint,
             f" with first weights of {draft.start_from}: engines start from --hf-checkpoint, and adapters "
@@ -124,7 +127,7 @@ def _adapters_alone(draft: Draft) -> None:
 
 
 def model_parallel_sizes(draft: Draft) -> None:
-    """The ranks must divide into replicas. Runs after the sizes are derived."""
+    """Check that the ranks divide into replicas; runs after the sizes are derived."""
     ranks = draft.actor_num_nodes * draft.actor_num_gpus_per_node
     tensor, context = draft.tensor_model_parallel_size, draft.context_parallel_size
     trainer = BACKENDS[draft.train_backend]

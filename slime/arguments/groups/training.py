@@ -8,7 +8,7 @@ from slime.arguments.core.flag import flag, having, lacks, needs
 from slime.arguments.groups.objectives import NOT_PAIRS
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 
-MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}  # of one number, by precision
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}  # bytes of one number, by precision
 
 # -- when flags have an effect
 BY_TOKENS = needs("use_dynamic_batch_size", harmless=True)
@@ -86,7 +86,7 @@ class OptimizerFlags:
         False, "keep Adam's moments in host memory, with the same bits", only_with=ADAM
     )
     optimizer_offload_fraction: float = flag(
-        1.0, "share of the parameters whose moments go there", ge=0, le=1, only_with=OFFLOADED
+        1.0, "share of the parameters whose moments are kept there", ge=0, le=1, only_with=OFFLOADED
     )
     overlap_cpu_optimizer_d2h_h2d: bool = flag(
         False, "move moments while others are updated", only_with=OFFLOADED
@@ -98,13 +98,13 @@ class OptimizerFlags:
         "fp32", "precision of the second moment", choices=tuple(MOMENT_BYTES), only_with=ADAM
     )
     main_grads_dtype: str = flag(
-        "fp32", "precision of added-up gradients", choices=("fp32", "bf16"), only_with=MEGATRON_GRADIENTS
+        "fp32", "precision of accumulated gradients", choices=("fp32", "bf16"), only_with=MEGATRON_GRADIENTS
     )
     clip_grad: float = flag(1.0, "largest gradient norm; 0 turns clipping off", ge=0)
 
 
 def derive_batch(draft: Draft) -> None:
-    """--global-batch-size or --num-steps-per-rollout gives the other; without both, one step per rollout."""
+    """Derive --global-batch-size and --num-steps-per-rollout from each other; default: one step a rollout."""
     total = draft.rollout_batch_size * draft.n_samples_per_prompt
     size, steps = draft.global_batch_size, draft.num_steps_per_rollout
     if steps is not None:
@@ -137,7 +137,7 @@ def _check_steps(draft: Draft, total: int) -> None:
     steps, size = draft.num_steps_per_rollout, draft.global_batch_size
     if total % steps:
         raise ValueError(
-            f"--num-steps-per-rollout is {steps}, but {_samples(draft)} cannot be cut into {steps} equal "
+            f"--num-steps-per-rollout is {steps}, but {_samples(draft)} cannot be split into {steps} equal "
             f"optimizer steps. Use a divisor of {total} (nearest: {_nearest_divisor(total, steps)})."
         )
     if size is not None and size * steps != total:
@@ -148,7 +148,7 @@ def _check_steps(draft: Draft, total: int) -> None:
 
 
 def explain_batch(args: Any) -> str:
-    """One line such as `4 prompts x 8 samples = 32 = 1 optimizer step of 32, at most 4096 tokens at once`."""
+    """Return a line such as `4 prompts x 8 samples = 32 = 1 optimizer step of 32, at most 4096 tokens`."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     steps = count(samples // args.global_batch_size, "optimizer step")
     line = f"{_samples(args)} = {steps} of {args.global_batch_size}"
@@ -160,7 +160,7 @@ def explain_batch(args: Any) -> str:
 
 
 def _samples(args: Any) -> str:
-    """`32 prompts x 8 samples = 256`."""
+    """Return text such as `32 prompts x 8 samples = 256`."""
     prompts, samples = args.rollout_batch_size, args.n_samples_per_prompt
     return f"{count(prompts, 'prompt')} x {count(samples, 'sample')} = {prompts * samples}"
 
@@ -181,7 +181,7 @@ def learning_rate(draft: Draft) -> None:
         draft.derive("lr_decay_iters", steps, "optimizer steps of the whole run")
     if draft.lr_warmup_fraction and draft.lr_warmup_iters:
         raise ValueError(
-            "--lr-warmup-fraction and --lr-warmup-iters both say how long the warm-up is; keep one of them."
+            "--lr-warmup-fraction and --lr-warmup-iters both set the length of the warm-up; keep one of them."
         )
     decays = draft.lr_decay_style != "constant" and draft.lr_decay_iters is not None
     if decays and draft.lr_warmup_iters >= draft.lr_decay_iters:

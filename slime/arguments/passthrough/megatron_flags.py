@@ -46,7 +46,7 @@ SPELLINGS: dict[str, tuple[str, Any]] = {
     "--ddp-average-in-collective": ("average_in_collective", True),
 }
 
-_LAYERS = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")  # a part of a pattern of layers
+_LAYERS = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")  # one part of a layer pattern
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Field:
     many: bool
 
 
-# Flags of Megatron's own command line that describe the model: compared with its Hugging Face config.
+# Flags of Megatron's command line that describe the model; they are compared with its Hugging Face config.
 MODEL_FACTS = {
     option_of(name): Field(name, kind, False)
     for name, kind in {
@@ -76,7 +76,7 @@ MODEL_FACTS = {
 }
 
 
-# Flags of Megatron's that scripts of slime give, beside those above: told of as such where it is missing.
+# Further Megatron flags of slime scripts: without Megatron, the error names them as Megatron's.
 _USUAL_FLAGS = """
     num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels normalization
     add-qkv-bias qk-layernorm attention-dropout hidden-dropout attention-softmax-in-fp32 rotary-interleaved
@@ -97,7 +97,7 @@ NEEDS_MEGATRON = "Megatron is not installed: pip install 'slime-rl[megatron]'."
 
 @functools.cache
 def megatron_fields() -> dict[str, Field]:
-    """`--moe-aux-loss-coeff` -> its field, if a word can set it; empty where megatron-core is missing."""
+    """Return `--moe-aux-loss-coeff` -> its field, for fields that text can set; {} without megatron-core."""
     found = importlib.util.find_spec("megatron")
     fields: dict[str, Field] = {}
     for root in (found.submodule_search_locations if found else []) or []:
@@ -122,7 +122,7 @@ def _fields_of_file(path: Path) -> dict[str, Field]:
 
 
 def _kind(annotation: str) -> tuple[type | None, bool]:
-    """`Optional[List[str]]` -> (str, True); what no word can express, such as a dtype -> (None, False)."""
+    """Convert `Optional[List[str]]` to (str, True); types that text cannot express to (None, False)."""
     text = annotation.removeprefix("Optional[").lower()
     if "callable" in text or "dtype" in text:
         return None, False
@@ -150,12 +150,12 @@ def why_missing(given: Sequence[str]) -> str:
 
 
 def _positive(option: str) -> str:
-    """`--no-moe-permute-fusion` -> `--moe-permute-fusion`."""
+    """Convert `--no-moe-permute-fusion` to `--moe-permute-fusion`."""
     return "--" + option.removeprefix("--no-") if option.startswith("--no-") else option
 
 
 def read_megatron_flags(found: dict[str, list[str]]) -> dict[str, Any]:
-    """Field name -> value, for the words that `split_flags` found."""
+    """Return field name -> value, for the arguments that `split_flags` found."""
     values = {}
     for written, words in found.items():
         option = written.replace("_", "-")

@@ -14,8 +14,8 @@ def split_flags(
 ) -> tuple[list[str], defaultdict[str, dict[str, list[str]]]]:
     """Take the flags that have an owner (asked for with `-` in the name) out of a command line.
 
-    Returns the other words, and owner -> option as written -> the words after it; of a flag given twice the
-    last. Example: `--seed 1 --sglang-tp 2` becomes (["--seed", "1"], {"sglang": {"--sglang-tp": ["2"]}}).
+    Returns the other arguments, and owner -> option as written -> its values; the last one wins. Example:
+    `--seed 1 --sglang-tp 2` becomes (["--seed", "1"], {"sglang": {"--sglang-tp": ["2"]}}).
     """
     rest: list[str] = []
     found: defaultdict[str, dict[str, list[str]]] = defaultdict(dict)
@@ -33,7 +33,7 @@ def split_flags(
 
 
 def yaml_words(value: Any) -> list[str] | None:
-    """A value of a file as the words of a command line; None: the flag is off."""
+    """Return a value of a file as command-line arguments; None: the flag is off."""
     if value is None or value is False:
         return None
     if value is True:
@@ -42,7 +42,7 @@ def yaml_words(value: Any) -> list[str] | None:
 
 
 def yaml_flag(option: str, value: Any, *, negates: bool) -> dict[str, list[str]]:
-    """A key of a file as a flag and its words; false is `--no-...` where the program has such flags."""
+    """Return a key of a file as a flag and its values; false is `--no-...` if the program has such flags."""
     words = yaml_words(value)
     if words is not None:
         return {option: words}
@@ -56,12 +56,12 @@ class ProgramFlag:
     options: tuple[str, ...]
     dest: str
     nargs: int | str | None
-    kind: str | None  # "int", "float", "str" or a parser of the program's own
+    kind: str | None  # "int", "float", "str" or the name of the program's own parser
     choices: tuple[str, ...] | None
     help: str
 
     def read(self, words: list[str], option: str) -> Any:
-        """The words after the flag as a value; the program checks again what it reads itself."""
+        """Convert the arguments after the flag to a value; the program checks them again."""
         if self.nargs == 0 and words:
             raise ValueError(f"{option} is a switch and takes no value, but {words[0]!r} follows it.")
         if self.nargs is None and len(words) != 1:
@@ -82,15 +82,15 @@ class ProgramFlag:
 class ProgramFlags:
     """The whole command line of one installed program, whose flags slime takes with a prefix."""
 
-    program: str  # with its version where that is known
+    program: str  # with its version, if known
     prefix: str
     owned: Mapping[str, str]  # flags that slime sets itself -> what decides them
     by_option: Mapping[str, ProgramFlag]  # "--mem-fraction-static" -> its flag
-    renamed: Mapping[str, str] = field(default_factory=dict)  # name of another release -> words that mean it
+    renamed: Mapping[str, str] = field(default_factory=dict)  # name in another release -> its meaning
     left_out: frozenset[str] = frozenset()  # owned flags that may be given: they are reported and dropped
 
     def find(self, option: str) -> ProgramFlag:
-        """The flag that `--sglang-mem-fraction-static` (or `_` for `-`) means; ValueError: there is none."""
+        """Return the flag named `--sglang-mem-fraction-static` (or with `_`); ValueError: there is none."""
         name = self.own_option(option)
         flag = self.by_option.get(name)
         if flag is None:
@@ -102,7 +102,7 @@ class ProgramFlags:
         return flag
 
     def own_option(self, option: str) -> str:
-        """The flag as the program itself spells it."""
+        """Return the flag as the program itself spells it."""
         return "--" + option.removeprefix(self.prefix).replace("_", "-")
 
     def translate(self, option: str) -> str | None:
@@ -141,7 +141,7 @@ class ProgramFlags:
 
 
 def read_flag_rows(rows: list[dict[str, Any]]) -> dict[str, ProgramFlag]:
-    """Option -> flag, from the rows in which an installed program describes its own command line."""
+    """Return option -> flag, from the rows in which an installed program describes its command line."""
     flags = {}
     for row in rows:
         choices = tuple(row["choices"]) if row["choices"] else None

@@ -42,7 +42,7 @@ print(json.dumps(rows))
 
 
 def need_router_python(reason: str) -> str:
-    """Its own environment: it needs no torch, and a torchvision that does not load keeps it from starting."""
+    """Return the interpreter of the router's own environment, without torch and broken torchvision."""
     python = find_python(None, ".venv-router", "sglang_router")
     if python is None:
         raise ValueError(
@@ -54,7 +54,7 @@ def need_router_python(reason: str) -> str:
 
 @functools.cache
 def router_flags(python: str) -> ProgramFlags:
-    """Every option of the router that `python` has."""
+    """Return every option of the router that `python` has."""
     done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
     if done.returncode:
         raise ValueError(f"{python} has no sglang-router ({done.stderr.strip()[-300:]}).")
@@ -63,5 +63,5 @@ def router_flags(python: str) -> ProgramFlags:
 
 
 def read_router_flags(found: dict[str, list[str]], python: str) -> list[str]:
-    """The words for the router's own command line; an unknown or misspelt one is a ValueError that helps."""
+    """Return the arguments of the router's command line; ValueError with a hint for an unknown one."""
     return router_flags(python).read(found)[1]

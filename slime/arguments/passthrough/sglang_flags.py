@@ -35,15 +35,15 @@ OWNED = {
     "device": "engines use the GPUs that slime gives them, or the CPU where there is none",
     "weight_version": "each weight push sets it",
     "enable_memory_saver": "--offload-rollout decides it",
-    "skip_tokenizer_init": "answers must carry text",
+    "skip_tokenizer_init": "responses must have text",
     "random_seed": "--seed decides it",
     "skip_server_warmup": "slime waits for its engines in its own way",
     **dict.fromkeys(
         ("api_key", "admin_api_key"),
-        "each run makes its own where other machines reach its engines, or takes SLIME_ENGINE_TOKEN",
+        "each run creates its own if other machines can reach its engines, or uses SLIME_ENGINE_TOKEN",
     ),
 }
-# Those of them that slime leaves out of a launch line without a word: here they are left out and told of.
+# Some of these may be in slime launch lines: they are dropped with a log line, not refused.
 _REFUSED = {
     "host",
     "grpc_port",
@@ -54,7 +54,7 @@ _REFUSED = {
     "admin_api_key",
 }
 _LEFT_OUT = frozenset(OWNED) - _REFUSED
-# Names of other releases, and the words that mean the same in the one that is installed, or nothing.
+# Names in other releases -> the equivalent arguments of the installed release, or nothing.
 _NEW_NAMES = {
     "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
     "--cuda-graph-bs": "--cuda-graph-bs-decode",
@@ -83,7 +83,7 @@ RENAMED = {
 
 
 def find_python(given: str | None, environment: str = ".venv-sglang", module: str = "sglang") -> str | None:
-    """The interpreter that has SGLang: the given one, that of `make sglang-env`, this one, or none."""
+    """Return the interpreter that has SGLang: the given one, that of `make sglang-env`, this one, or none."""
     if given is not None:
         return given
     for folder in (Path.cwd(), _PACKAGE.parent):
@@ -105,7 +105,7 @@ def need_python(given: str | None, reason: str) -> str:
 
 
 def server_flags(python: str) -> ProgramFlags:
-    """The flags of the SGLang that `python` has; asked once per version, since that takes half a minute."""
+    """Return the flags of the SGLang that `python` has; cached per version: asking takes half a minute."""
     cache = _cache_folder() / f"sglang-flags-{_installed_version(python)}.json"
     if not cache.exists():
         part = cache.with_suffix(f".{os.getpid()}")
@@ -134,7 +134,7 @@ def _ask(python: str) -> dict[str, Any]:
         if line.startswith(_TABLE_MARK):
             table: dict[str, Any] = json.loads(line.removeprefix(_TABLE_MARK))
             return table
-    raise ValueError(f"--sglang-python is {python}: SGLang did not say its flags:\n{done.stderr[-2000:]}")
+    raise ValueError(f"--sglang-python is {python}: SGLang did not print its flags:\n{done.stderr[-2000:]}")
 
 
 def _cache_folder() -> Path:
