@@ -30,7 +30,9 @@ class Layout:
 
     @property
     def is_first_of_stage(self) -> bool:
-        """One rank per pipeline stage; experts are spread over the ranks of the other dimensions."""
+        """Whether this is the first rank of its pipeline stage; experts are spread over the stage's other
+        ranks.
+        """
         return self.dp_rank == self.cp_rank == self.tp_rank == 0
 
 
@@ -45,12 +47,12 @@ class MicroBatch:
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64, restarting with each sample
     documents: PackedDocuments
-    logit_positions: Tensor  # [R] where in the stream the logits of each response token stand
+    logit_positions: Tensor  # [R] position in the stream of each response token's logits
     targets: Tensor  # [R] the response tokens
     segments: Tensor  # [R] which of the S samples a response token belongs to
     loss_mask: Tensor  # [R] fp32
     rollout_mask_sums: Tensor  # [S] fp32
-    positions: tuple[int, ...]  # of the samples in the rank's batch; empty: a micro-batch of weight zero
+    positions: tuple[int, ...]  # positions in the rank's batch; empty: a micro-batch of weight zero
     response_lengths: tuple[int, ...]  # [S]
     tokens: dict[str, Tensor] = field(default_factory=dict)  # further values [R]: advantages, ...
     routed_experts: Tensor | None = (
@@ -59,7 +61,7 @@ class MicroBatch:
     nucleus: Nucleus | None = None  # R rows: the ids that the engine drew each token from; None: all ids
     # [S] what the processor made of each sample's images, or None; (): no sample has images
     media: tuple[Mapping[str, Any] | None, ...] = ()
-    images: Any = None  # set by a trainer: `media` as its model takes it
+    images: Any = None  # set by a trainer: `media` in the form of its model
     learns: bool = True  # False: its loss has a gradient of 0, and a trainer may leave the backward pass out
 
     @property
@@ -78,9 +80,7 @@ class TokenOutputs:
     log_probs: Tensor  # [R] fp32, over the micro-batch's nucleus where it has one; [0] of a scalar head
     entropy: Tensor | None = None  # [R] fp32, likewise; None: not asked for
     values: Tensor | None = None  # [R] fp32 of a scalar head: a critic or a reward model; None: a policy
-    logits: Tensor | None = (
-        None  # [1, T, V] fp32, before the temperature; None: the loss does not ask for them
-    )
+    logits: Tensor | None = None  # [1, T, V] fp32, before the temperature; None: the loss does not need them
     extra: Tensor | None = None  # [R, ...] what `Loss.at_head` returned
 
     @classmethod
@@ -88,7 +88,7 @@ class TokenOutputs:
         return cls(log_probs=values.new_empty(0), values=values)
 
     def on_cpu(self) -> dict[str, Tensor]:
-        """Return the per-token outputs by name, detached, on the CPU: all but the logits."""
+        """Return the per-token outputs by name, detached, on the CPU, without the logits."""
         log_probs = self.log_probs if self.values is None else None
         found = {"log_probs": log_probs, "entropy": self.entropy, "values": self.values, "extra": self.extra}
         return {name: tensor.detach().cpu() for name, tensor in found.items() if tensor is not None}
@@ -139,7 +139,7 @@ class Loss:
     needs_entropy: bool = False
     needs_logits: bool = False
     at_head: "HeadFunction | None" = None  # its result comes back as TokenOutputs.extra
-    masked: bool = True  # only tokens with a loss mask train; a loss that never reads the masks says False
+    masked: bool = True  # False: the loss ignores loss masks, and trains all tokens
 
 
 class OutputMatrix(Protocol):
@@ -147,17 +147,19 @@ class OutputMatrix(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """[V, H], or this rank's part of the V rows."""
+        """Return [V, H], or this rank's part of the V rows."""
         ...
 
     def reverse_kl(
         self, hidden: Tensor, teacher_hidden: Tensor, teacher: Self, *, temperature: float, chunk_size: int
     ) -> Tensor:
-        """[R] KL(own || teacher) over the vocabulary, alike on all its ranks; differentiable in the own."""
+        """Return [R] KL(own || teacher) over the vocabulary, the same on all ranks; differentiable in the
+        own.
+        """
         ...
 
 
-# Runs where the output matrix is at hand, on the hidden states [R, H] that predict the response tokens.
+# Runs next to the output matrix, on the hidden states [R, H] that predict the response tokens.
 HeadFunction = Callable[[Tensor, OutputMatrix, MicroBatch], Tensor]
 
 
@@ -172,7 +174,7 @@ class StepStats:
     applied: bool = True  # False: there was nothing to apply, weights and optimizer are as before
 
 
-# Metric of a loss that can leave tokens out: how many it left in. 0: nothing trains.
+# Metric of losses that can leave out tokens: the number of tokens left. 0: nothing trains.
 TOKENS_LEFT = "_tokens_left"
 
 

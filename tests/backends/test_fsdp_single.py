@@ -298,7 +298,7 @@ def test_a_checkpoint_of_another_model_is_one_error_that_names_the_difference(mo
         match=r"another model.*embed_tokens.weight is \[128, 64\] there and \[128, 32\] here|lm_head",
     ):
         backend.load(tmp_path / "ckpt")
-    with pytest.raises(ValueError, match="no trainer checkpoint"):
+    with pytest.raises(ValueError, match="not a trainer checkpoint"):
         backend.load(tmp_path / "nothing")
     manifest = tmp_path / "ckpt" / "trainer.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format_version": 99}))

@@ -20,12 +20,12 @@ from slime.backends.base import MicroBatch
 
 
 def chunk_multiple(size: int) -> int:
-    """Document lengths must be a multiple of this."""
+    """Return the number of which document lengths must be a multiple."""
     return 2 * size if size > 1 else 1
 
 
 def zigzag_positions(lengths: tuple[int, ...], size: int, rank: int) -> Tensor:
-    """Stream positions that `rank` holds, document by document, in its order.
+    """Return the stream positions that `rank` holds, document by document, in its order.
 
     Example: lengths (8,), size 2: rank 0 holds 0, 1, 6, 7 and rank 1 holds 2, 3, 4, 5.
     """
@@ -33,10 +33,10 @@ def zigzag_positions(lengths: tuple[int, ...], size: int, rank: int) -> Tensor:
 
 
 def _chunks(lengths: tuple[int, ...], size: int, rank: int) -> list[tuple[int, int, int]]:
-    """The rank's chunks: where the document begins, and the chunk's bounds, all in the stream."""
+    """Return the rank's chunks: the start of the document and the chunk's bounds, all in the stream."""
     found, start = [], 0
     for length in lengths:
-        assert length % (2 * size) == 0, f"document of {length} tokens is not cut evenly over {size} ranks"
+        assert length % (2 * size) == 0, f"document of {length} tokens is not divisible over {size} ranks"
         chunk = length // (2 * size)
         for index in (rank, 2 * size - 1 - rank):
             found.append((start, start + index * chunk, start + (index + 1) * chunk))
@@ -45,7 +45,7 @@ def _chunks(lengths: tuple[int, ...], size: int, rank: int) -> list[tuple[int, i
 
 
 def zigzag_tree(lengths: tuple[int, ...], size: int, rank: int) -> PrefixTree:
-    """This rank's chunks as parts of the gathered stream; each sees its document up to its own end."""
+    """Return this rank's chunks as parts of the gathered stream; each sees its document up to its own end."""
     gathered = torch.cat([zigzag_positions(lengths, size, r) for r in range(size)])
     row_of = torch.empty_like(gathered)
     row_of[gathered] = torch.arange(len(gathered))
@@ -73,14 +73,14 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
-        # gloo has no reduce-scatter of every dtype; the sum is cut instead.
+        # gloo lacks reduce-scatter for some dtypes; the sum is split instead.
         dist.all_reduce(grad, group=ctx.group)
         start = ctx.group.rank() * ctx.rows
         return grad[start : start + ctx.rows].contiguous(), None
 
 
 def gather_keys(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The keys and values of all ranks, one rank behind the other."""
+    """Return the keys and values of all ranks, in the order of the ranks."""
     if key.shape != value.shape:
         return _GatherRows.apply(key, group), _GatherRows.apply(value, group)
     gathered_key, gathered_value = _GatherRows.apply(torch.cat((key, value), dim=-1), group).chunk(2, dim=-1)
@@ -91,7 +91,7 @@ def gather_keys(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[T
 class SpreadTree:
     """A PrefixTree whose tokens are split over the ranks of `group`; used in place of PackedDocuments."""
 
-    tree: PrefixTree  # its queries are this rank's tokens, its stream those of all ranks behind each other
+    tree: PrefixTree  # queries: this rank's tokens; stream: the tokens of all ranks in rank order
     group: dist.ProcessGroup
 
     def attend(
@@ -107,7 +107,7 @@ class SpreadTree:
 class PaddedStream:
     """A micro-batch whose documents were padded at their ends, and this rank's part of it."""
 
-    documents: PackedDocuments  # padded, of all ranks
+    documents: PackedDocuments  # padded, over all ranks
     local: Tensor | None  # stream positions of this rank's tokens; None: all of them
     tree: PrefixTree | None  # likewise
     input_ids: Tensor  # [1, T_local]
@@ -157,7 +157,7 @@ class StreamShare(Share):
     def of(
         cls, mb: MicroBatch, size: int, rank: int, group: dist.ProcessGroup, *, after_token: bool = False
     ) -> "StreamShare":
-        """The share of `mb`, on the CPU; `after_token`: rows are those of response tokens themselves."""
+        """Return the share of `mb`, on the CPU; `after_token`: rows are those of the response tokens."""
         multiple = chunk_multiple(size)
         lengths = tuple(-(-length // multiple) * multiple for length in mb.documents.lengths)
         stream = PaddedStream.of(mb, lengths, size, rank, after_token=after_token)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# Gathering pays as long as few padded tokens are computed: a group spans lengths from n - 8 (or 7/8 n) to n.
+# A group spans lengths from n - 8 (or 7/8 n) to n, so that few padded tokens are computed.
 _PAD_TOKENS = 8
 _PAD_SHARE = 8
 _GROUP_TOKENS = 1 << 16
 
 
 def move_fields(value: T, device: torch.device) -> T:
-    """Copy a dataclass with its tensors, and whatever else of it has a method `to`, on `device`."""
+    """Copy a dataclass, with all fields that have a method `to` moved to `device`."""
     moved: dict[str, Any] = {}
     for name in (part.name for part in fields(value)):  # type: ignore[arg-type] # a dataclass
         part = getattr(value, name)
@@ -31,7 +31,7 @@ class DocumentGroup:
     """Documents of similar length that are computed as one batch."""
 
     gather: Tensor  # [n, longest] stream positions; padding repeats a real one
-    real: Tensor  # [n * longest] whether it is no padding
+    real: Tensor  # [n * longest] False: padding
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class PackedDocuments:
         )
 
     def groups(self) -> tuple[list[DocumentGroup], Tensor]:
-        """The document groups, and for each stream position its row in their joined results. Built once."""
+        """Return the document groups, and each stream position's row in their joined results; built once."""
         if self._groups is None:
             groups = _group_documents(self.lengths, self.cu_seqlens.device)
             rows = torch.cat([group.real for group in groups]).nonzero()[:, 0]

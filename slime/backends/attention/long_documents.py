@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slime.backends.attention.attention_operator import packed_operator
 
-# Rows of a document times heads, from which on it fills the device alone.
+# From this number of rows x heads on, one document fills the device.
 LONG_ROWS = 32768
 _ALIGNMENT = 4  # fp32 numbers: kernels read them 16 bytes at a time
 _aten = torch.ops.aten
@@ -27,20 +27,20 @@ class DocumentPart(NamedTuple):
 
     start: int
     end: int
-    rounded: int  # the length at which a long document is computed; 0: a run of short ones
+    rounded: int  # padded length of a long document; 0: a run of short ones
     first: int  # documents `first` to `last` (exclusive) are in it
     last: int
 
 
 def rounded_length(length: int) -> int:
-    """Few enough lengths that preparing each once is cheap, near enough that little is computed in vain."""
+    """Round up to one of few lengths: each is prepared once, and little padding is computed."""
     grain = 128 if length <= 8192 else 512
     return -(-length // grain) * grain
 
 
 def plan_parts(bounds: list[int], long: int) -> Iterator[DocumentPart]:
-    """The parts of a stream whose documents begin and end at `bounds`; from length `long` on one is long."""
-    run = 0  # first document of the run of short ones that is open
+    """Return the parts of a stream with document boundaries `bounds`; `long`: least length of a long one."""
+    run = 0  # first document of the current run of short ones
     for document, (start, end) in enumerate(itertools.pairwise(bounds)):
         if end - start < long:
             continue
@@ -53,13 +53,13 @@ def plan_parts(bounds: list[int], long: int) -> Iterator[DocumentPart]:
 
 
 def _parts(bounds: list[int], heads: int) -> Iterator[DocumentPart]:
-    # Only the variable-length backward has a deterministic form.
+    # Only the variable-length backward pass has a deterministic form.
     deterministic = torch.are_deterministic_algorithms_enabled()
     return plan_parts(bounds, bounds[-1] + 1 if deterministic else LONG_ROWS // heads)
 
 
 def _statistics_size(query: Tensor, bounds: Tensor) -> int:
-    """Numbers to keep for backward, from above: one per head and (rounded) row, each part aligned."""
+    """Return an upper bound of the numbers kept for backward: one per head and row, parts aligned."""
     documents = bounds.shape[0] - 1
     return query.shape[1] * (query.shape[0] + 512 * documents) + _ALIGNMENT * documents
 
@@ -69,7 +69,7 @@ def _aligned(size: int) -> int:
 
 
 def _extended(stream: Tensor, part: DocumentPart) -> Tensor:
-    """[1, heads, rounded, width] of a long document and what follows it; zeros behind the stream's end."""
+    """Return [1, heads, rounded, width]: a long document and what follows; zeros after the stream's end."""
     if part.start + part.rounded > stream.shape[0]:
         return _zero_extended(stream, part)
     return _as_document(stream, part.start * stream.stride(0), part.rounded)

@@ -24,7 +24,7 @@ from slime.backends.attention.documents import PackedDocuments
 from slime.backends.attention.trial import first_right, unobserved
 
 ATTENTION_NAME = "slime_packed"
-DOCUMENTS = "_slime_documents"  # attribute of a layer: the documents of the pass that runs
+DOCUMENTS = "_slime_documents"  # attribute of a layer: the documents of the current pass
 
 
 def packed_attention(
@@ -62,8 +62,8 @@ def by_document(
 ) -> Tensor:
     """`run` on batches [B, L, ...] of documents instead of packed `streams` [T, ...]; its rows back in place.
 
-    Documents stand at the left of their row. What `run` makes of a token must not depend on later ones.
-    `places`: where the streams are not the documents one behind the other, for each token of the documents
+    Documents are at the left of their row. The result of `run` for a token must not depend on later tokens.
+    `places`: if the streams are not the documents in a row, for each token of the documents
     its place in the streams, and for each token of the streams one of its places in the documents.
     """
     if len(documents.lengths) == 1 and places is None:
@@ -88,8 +88,8 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
 
 
-# Operators for packed attention on CUDA, the fastest first. `prepare` notes which of them runs for a number
-# of query heads per key head and a width of heads: plain data, which compiled code can read.
+# Operators for packed attention on CUDA, the fastest first. `prepare` stores the chosen one per (query heads
+# per key head, head width): plain data, which compiled code can read.
 OPERATORS: dict[str, Operator] = {
     "FlashAttention-4": flash4.attend,
     "cuDNN for long documents": long_documents.attend,
@@ -116,7 +116,7 @@ def _fits_kernels(query: Tensor) -> bool:
 
 
 def prepare(ratio: int, width: int) -> None:
-    """Find out how to attend with `ratio` query heads per key head of this width, before code is compiled."""
+    """Choose the attention for `ratio` query heads per key head of this width, before code is compiled."""
     if not torch.cuda.is_available():
         return  # documents are gathered into batches
     if (ratio, width) not in _CHOSEN:
@@ -170,7 +170,7 @@ def transformers_attention(
 ) -> tuple[Tensor, None]:
     """Entry point for transformers: query [1, H, T, D], key and value [1, G, T, D] -> ([1, T, H, D], None).
 
-    `documents` knows which tokens see each other: PackedDocuments, or this rank's part of them.
+    `documents` defines which tokens see each other: PackedDocuments, or this rank's part of them.
     """
     documents = documents if documents is not None else getattr(module, DOCUMENTS, None)
     assert documents is not None, (

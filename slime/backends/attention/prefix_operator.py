@@ -78,14 +78,14 @@ attend = packed_operator(
 
 
 def readers_of(keys: Tensor, tokens: int) -> Readers:
-    """Made where `keys` are: a GPU is not waited for."""
+    """Build the readers on the device of `keys`, without waiting for a GPU."""
     in_order, readers = keys.sort(stable=True)
     ends = torch.searchsorted(in_order, torch.arange(tokens + 1, device=keys.device))
     return Readers(readers.int(), ends.int())
 
 
 def _for_each_head(stream: Tensor, heads: int) -> Tensor:
-    """[T, H, D] of [T, G, D]: a key head stands once for each query head that reads it."""
+    """Expand [T, G, D] to [T, H, D]: a key head is repeated for each query head that reads it."""
     tokens, groups, width = stream.shape
     if groups == heads:
         return stream

@@ -84,7 +84,7 @@ FLASH4 = Passes(
 
 @functools.cache
 def passes_for(heads: int, groups: int, width: int, dtype: torch.dtype, device: torch.device) -> Passes:
-    """Tried out when they are first asked for. `heads` of queries, `groups` of keys in the pass forward."""
+    """Return the kernels for `heads` of queries and `groups` of keys; they are tested on first use."""
     reason = why_not(FLASH4, TORCH, heads, groups, width, dtype, device)
     if reason:
         logger.warning("Shared prefixes: FlashAttention-4 is not used, because %s", reason)
@@ -112,7 +112,7 @@ def _try(
     query, key, value, grad = (
         torch.randn(*shape, width, generator=generator).to(device, dtype) for shape in shapes
     )
-    scale = 1.5 * width**-0.5  # not the usual one: kernels that pass over it must be seen
+    scale = 1.5 * width**-0.5  # an unusual scale: kernels that ignore it must be detected
     out, sums = passes.forward(query, key, value, bounds, scale)
     wide_key, wide_value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))
     return [out, *passes.backward(grad, query, wide_key, wide_value, out, sums, bounds, scale)]

@@ -18,12 +18,12 @@ class Share:
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
     documents: Any  # which tokens see each other; it has a method `attend`
-    rows: Tensor  # [N] this rank's rows that predict something
+    rows: Tensor  # [N] this rank's rows that predict a token
     places: Tensor  # [N] a response token that each predicts
-    copies: Tensor  # [T] for how many samples each token stands: padding for none
+    copies: Tensor  # [T] number of samples that share each token; 0 for padding
     nucleus: Nucleus | None  # of N rows
     which: Tensor | None = None  # [R] for each response token which row predicts it, if prefixes are shared
-    group: dist.ProcessGroup | None = None  # the ranks that the stream is cut over; None: this one has all
+    group: dist.ProcessGroup | None = None  # ranks over which the stream is split; None: not split
     count: int = 0  # response tokens on all ranks of the group
 
     @property

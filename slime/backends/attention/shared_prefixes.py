@@ -26,7 +26,7 @@ from slime.backends.attention.share import Share
 from slime.backends.base import MicroBatch
 from slime.utils.ranges import ranges
 
-# Sharing costs attention a gather of keys and, on a GPU, its fastest kernels: it must save some tokens.
+# Sharing costs a gather of keys and, on a GPU, the fastest attention kernels, so it must save enough tokens.
 _PAYS_FROM = 1 / 8
 
 
@@ -34,7 +34,7 @@ _PAYS_FROM = 1 / 8
 class PrefixTree:
     """Records which tokens of a stream with shared prefixes see each other.
 
-    A part is the stretch that a document adds to the stream; its keys are the document up to there.
+    A part is what a document adds to the stream; its keys are the document up to the part's end.
     """
 
     keys: Tensor  # [sum of keys] places in the stream, part by part
@@ -100,7 +100,7 @@ class PrefixShare(Share):
 
     @classmethod
     def of(cls, mb: MicroBatch, *, all_tokens: bool = False) -> "PrefixShare | None":
-        """The micro-batch, on the CPU, with each prefix once; None where that saves too little.
+        """Return the micro-batch, on the CPU, with each prefix once; None if that saves too little.
 
         `all_tokens`: also tokens that predict nothing.
         """
@@ -127,7 +127,7 @@ class _Trie:
 
     @classmethod
     def of(cls, ids: np.ndarray, bounds: np.ndarray) -> "_Trie":
-        # Sorted, documents that begin alike are neighbours, and have the most in common with these.
+        # Sorted documents have their longest common prefix with a neighbour.
         data, step = ids.tobytes(), ids.itemsize
         starts, ends = bounds.tolist()[:-1], bounds.tolist()[1:]
         texts = [data[step * a : step * b] for a, b in zip(starts, ends, strict=True)]
@@ -156,7 +156,7 @@ def _length_of_common(a: np.ndarray, b: np.ndarray) -> int:
 def _build(
     cls: type[PrefixShare], mb: MicroBatch, trie: _Trie, read: np.ndarray, copies: np.ndarray
 ) -> PrefixShare:
-    # In numpy, whose small arrays cost a tenth of small tensors.
+    # In numpy: small arrays cost a tenth of small tensors.
     bounds = mb.documents.bounds.numpy()
     starts, lengths = bounds[trie.order], np.diff(bounds)[trie.order]
     new = lengths - trie.known
@@ -191,7 +191,7 @@ def _build(
 
 
 def _once(predicted: np.ndarray, size: int, each: bool) -> tuple[np.ndarray, np.ndarray]:
-    """One response token for each node that is predicted, and for each response token which of these it is.
+    """Return one response token for each predicted node, and for each response token the index of its node.
 
     `each`: all of them, because what a token was drawn from is kept by sample.
     """

@@ -17,9 +17,9 @@ from slime.backends.attention.attention_operator import NotInstalled, Operator
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# Documents shorter and longer than what kernels treat apart, the long one amid others.
+# Lengths on both sides of the kernels' special cases, with the long document between others.
 _LENGTHS = (40, 1100, 24, 1)
-_HEADS = 32  # at least: few heads make a document of 1,100 tokens a short one
+_HEADS = 32  # at least: with few heads a document of 1,100 tokens counts as short
 _TOLERANCE = 0.02  # of the norm: 16-bit rounding is a tenth of it, a wrong mask or scale many times as much
 
 
@@ -58,11 +58,11 @@ def first_right(
 def why_wrong(operator: Operator, ratio: int, width: int, device: torch.device) -> str | None:
     """Return why an operator must not be used: it fails on a small batch, or differs from the plain one.
 
-    None where both passes agree; an empty reason where a package that it needs is not installed.
+    None if both passes agree; an empty reason if its package is not installed.
     """
     query, key, value = parts = _inputs(ratio, width, device)
     bounds = torch.tensor([0, *_LENGTHS]).cumsum(0)
-    scale = 1.5 * width**-0.5  # not the usual one: an operator that passes over it must be seen
+    scale = 1.5 * width**-0.5  # an unusual scale: an operator that ignores it must be detected
 
     def found() -> Sequence[Tensor]:
         out, _ = operator(query, key, value, bounds.to(device, torch.int32), bounds, scale)
@@ -82,7 +82,7 @@ def why_apart(found: Callable[[], Sequence[Tensor]], expected: Callable[[], Sequ
         results = found()
     except NotInstalled:
         return ""
-    except Exception as error:  # whatever a package raises on a shape or device it cannot take is the reason
+    except Exception as error:  # any exception of a package on an unsupported shape or device is the reason
         return f"it failed on a small batch ({type(error).__name__}: {error})"
     names = ("output", "gradient of the query", "gradient of the key", "gradient of the value")
     for name, a, b in zip(names, results, expected(), strict=True):

@@ -91,7 +91,7 @@ def _block(width: int) -> int:
 
 
 def gather(source: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """Each row's token: [S, H] from [T, H]."""
+    """Return each row's token: [S, H] from [T, H]."""
     width = source.shape[1]
     out = source.new_empty(len(order), width)
     _gather[(len(order),)](source, order, out, TOP_K=top_k, WIDTH=width, BLOCK=_block(width), num_warps=4)
@@ -99,7 +99,7 @@ def gather(source: Tensor, order: Tensor, top_k: int) -> Tensor:
 
 
 def combine(rows: Tensor, place: Tensor, ends: Tensor) -> Tensor:
-    """The sum of each token's rows: [T, H] from [S, H], added up in fp32."""
+    """Return the sum of each token's rows: [T, H] from [S, H], accumulated in fp32."""
     tokens, top_k = place.shape
     width = rows.shape[1]
     out = rows.new_empty(tokens, width)
@@ -110,17 +110,17 @@ def combine(rows: Tensor, place: Tensor, ends: Tensor) -> Tensor:
 
 
 def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Rows of each 16-bit expert times its matrix."""
+    """Multiply the rows of each 16-bit expert by its matrix."""
     return torch._grouped_mm(rows, matrices, offs=ends)
 
 
 def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """The product of each expert's rows, turned, with its other rows: a gradient of its matrix."""
+    """Multiply each expert's transposed rows by its other rows: the gradient of its matrix."""
     return torch._grouped_mm(left.T, right, offs=ends)
 
 
 def gate(both: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """silu(gate) * up * routing weight: [S, I] from [S, 2I]."""
+    """Return silu(gate) * up * routing weight: [S, I] from [S, 2I]."""
     width = both.shape[1] // 2
     out = both.new_empty(len(both), width)
     _gate[(len(both),)](both, weights, order, out, WIDTH=width, BLOCK=_block(width), num_warps=4)

@@ -20,8 +20,8 @@ Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _sorted_choices(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Order of the choices by expert [S], the row of each choice [T, k], where each expert's rows end [E]."""
-    # 16 bits halve the passes of a radix sort.
+    """Return order of the choices by expert [S], row of each choice [T, k], ends of the experts' rows [E]."""
+    # With 16-bit keys a radix sort needs half the passes.
     ids, order = torch.sort(chosen.flatten().to(torch.int16), stable=True)
     place = torch.empty_like(order, dtype=torch.int32)
     place[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)

@@ -13,13 +13,13 @@ FAMILIES: dict[str, Family] = {
 }
 assert tuple(FAMILIES) == BACKENDS["megatron"].families, "the trainer's row names other families"
 
-# Types that transformers has no model of (the hub holds code for them) -> what it computes from the same
-# tensors, but for MTP heads.
+# Types without a model in transformers (the hub has code for them) -> the type that computes the same, except
+# for MTP heads.
 COMPUTED_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
 
 def register_configs() -> None:
-    """Let transformers read configs of these types in this process, as those of what they are computed as."""
+    """Let transformers read configs of these types in this process, as the type that computes the same."""
     # Heavy import, only needed where a model is built.
     from transformers import AutoConfig, DeepseekV3Config, Qwen2Config
 
@@ -33,7 +33,7 @@ def register_configs() -> None:
         AutoConfig.register(kind.model_type, kind, exist_ok=True)
 
 
-# Types that are asked for and cannot be built, and what is missing.
+# Types that users ask for and that cannot be built -> what is missing.
 MISSING = {
     "qwen3_next": "megatron-core 0.16.1 computes its gated delta net layers only with flash-linear-attention "
     "(CUDA), and not for packed sequences",
@@ -41,7 +41,7 @@ MISSING = {
 
 
 def family_of(hf_config: Any) -> Family:
-    """The family of an HF config; ValueError names a type that cannot be trained, and why."""
+    """Return the family of an HF config; ValueError names a type that cannot be trained, and why."""
     kind = hf_config.model_type
     if kind in MISSING:
         raise ValueError(
@@ -57,7 +57,7 @@ def family_of(hf_config: Any) -> Family:
 
 
 def num_mtp_heads(hf_config: Any) -> int:
-    """Number of MTP heads; not every family's config has the field."""
+    """Return the number of MTP heads; not every family's config has the field."""
     return getattr(hf_config, "num_nextn_predict_layers", None) or 0
 
 

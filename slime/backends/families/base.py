@@ -33,7 +33,7 @@ class Rule:
     """Pairs a parameter's name in Megatron's model (`mcore`) with its names in the checkpoint (`hub`).
 
     `{layer}` and `{expert}` stand for numbers, counted over the whole model; `{head}` for the number of an
-    MTP head, `{beyond}` for the same counted on from the decoder's layers.
+    MTP head, `{beyond}` for that number plus the decoder's layers.
     """
 
     mcore: str
@@ -54,7 +54,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Sizes of the model that cutting and joining its tensors takes."""
+    """Sizes of the model that are needed to split and join its tensors."""
 
     groups: int  # key-value heads
     head_dim: int
@@ -70,14 +70,14 @@ class Family:
     model_type: str
     settings: Callable[[Any], dict[str, Any]]
     rules: tuple[Rule, ...]
-    # Where checkpoints keep MTP heads, which are built only if they train, and else saved as they were read.
+    # Names of MTP heads in checkpoints; they are built only if they train, and otherwise saved unchanged.
     mtp_prefix: str | None = None
     mtp_rules: tuple[Rule, ...] = ()  # for what an MTP head has besides a decoder layer
-    branch_norms: bool = False  # outputs of attention and MLP are normalised before they are added
+    branch_norms: bool = False  # outputs of attention and MLP are normalised before the residual sum
 
     @property
     def all_rules(self) -> tuple[Rule, ...]:
-        """All rules, with those of the MTP heads, which hold a decoder layer each."""
+        """Return all rules, including those of the MTP heads, each of which has a decoder layer."""
         if self.mtp_prefix is None:
             return self.rules
         inside = [
@@ -92,7 +92,7 @@ class Family:
         return (*self.rules, *self.mtp_rules, *inside)
 
     def mtp_pattern(self, dims: Dims) -> re.Pattern[str] | None:
-        """Matches the hub names of the MTP heads' tensors; None where the model has none."""
+        """Return a pattern for hub names of MTP tensors; None: the model has none."""
         if self.mtp_prefix is None or not dims.mtp_heads:
             return None
         first = {"beyond": dims.layers, "head": 0}
@@ -109,7 +109,7 @@ MTP_LAYER = "mtp.layers.{head}."
 
 
 def dense_settings(hf: Any) -> dict[str, Any]:
-    """Settings that all families share: they descend from Llama."""
+    """Return the settings that all families share: they descend from Llama."""
     if hf.hidden_act != "silu":
         raise ValueError(
             f"{hf.model_type} uses the activation {hf.hidden_act!r}; the Megatron backend knows silu only."
@@ -140,7 +140,7 @@ def refuse_biases(hf: Any, *names: str) -> None:
 
 
 def in_layer(mcore: str, hub: Sequence[str] | str, kind: str) -> Rule:
-    """A rule of every decoder layer; names are those inside the layer."""
+    """Make a rule of every decoder layer; names are those inside the layer."""
     names = (hub,) if isinstance(hub, str) else tuple(hub)
     return Rule(LAYER + mcore, tuple(HUB_LAYER + name for name in names), kind)
 
@@ -158,7 +158,7 @@ def mtp_rules(
 
 
 def qkv(part: str) -> Rule:
-    """The rule of query, key and value; `part` is "weight" or "bias"."""
+    """Make the rule of query, key and value; `part` is "weight" or "bias"."""
     names = [f"self_attn.{name}_proj.{part}" for name in "qkv"]
     return in_layer(f"self_attention.linear_qkv.{part}", names, "qkv")
 
@@ -185,7 +185,7 @@ DENSE_MLP = (
 
 
 def to_local(kind: str, tensors: Sequence[Tensor], dims: Dims, size: int, rank: int) -> Tensor:
-    """Cut hub tensors into what rank `rank` of `size` holds."""
+    """Split hub tensors: return what rank `rank` of `size` holds."""
     if kind in ("replicated", "exact"):
         return tensors[0]
     if kind == "swapped":

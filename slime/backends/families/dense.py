@@ -32,7 +32,7 @@ def qwen3_settings(hf: Any) -> dict[str, Any]:
 
 
 def glm4_settings(hf: Any) -> dict[str, Any]:
-    # Only a part of each head is rotated; how much, the angles that come with a micro-batch say.
+    # Only a part of each head is rotated; its size follows from the angles of a micro-batch.
     return dense_settings(hf) | {"add_qkv_bias": hf.attention_bias, "rotary_interleaved": True}
 
 

@@ -37,12 +37,12 @@ SHARED = (
     ),
     in_layer("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", "row"),
 )
-# Which experts are chosen depends on the last bits of this one: hub checkpoints keep it in fp32.
+# The choice of experts depends on the last bits of this bias: hub checkpoints keep it in fp32.
 CORRECTION_BIAS = in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "exact")
 
 
 def sigmoid_settings(hf: Any) -> dict[str, Any]:
-    """Routers with sigmoid scores, a bias that only decides who is chosen, and groups of experts."""
+    """Return settings of routers with sigmoid scores, a bias only for the choice, and groups of experts."""
     _refuse(hf)
     dense = hf.first_k_dense_replace
     groups = hf.n_group if hf.n_group and hf.n_group > 1 else None
@@ -117,7 +117,7 @@ def glm4_moe_settings(hf: Any) -> dict[str, Any]:
 def deepseek_settings(hf: Any) -> dict[str, Any]:
     refuse_biases(hf, "attention_bias")
     rope = hf.rope_parameters
-    # Longer contexts also sharpen the attention; Megatron computes how much from these two.
+    # Longer contexts also scale the attention; Megatron computes the scale from these two.
     scaled = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
     mla = {
         "multi_latent_attention": True,

@@ -26,7 +26,7 @@ def _turn(  # type: ignore[no-untyped-def]  # Triton reads annotations, and poin
 # than the kernel takes the device.
 @torch.library.triton_op("slime::fp8_turn", mutates_args={})
 def turn(values: Tensor, shares: Tensor, out_rows: int) -> Tensor:
-    """[K, out_rows] from [M, K]: the transpose of values * shares [M, 1], zero beyond M."""
+    """Return [K, out_rows] from [M, K]: the transpose of values * shares [M, 1], padded with zeros."""
     rows, columns = values.shape
     out = torch.empty((columns, out_rows), dtype=values.dtype, device=values.device)
     grid = ((out_rows + _ROWS - 1) // _ROWS, (columns + _COLUMNS - 1) // _COLUMNS)

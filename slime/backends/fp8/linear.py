@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from slime.backends.fp8.scaling import ALIGNMENT, Scaled, by_rows, product, turned
 
-_SMALL = 64  # outputs of a layer that is left alone: a gate, a router
-_TOLERANCE = 0.01  # of the norm, between the device's product and the same values multiplied in fp32
+_SMALL = 64  # layers with fewer outputs are not converted: gates, routers
+_TOLERANCE = 0.01  # largest difference, relative to the norm, between a product on the device and in fp32
 
 
 class _Product(torch.autograd.Function):
@@ -49,9 +49,9 @@ class FP8Linear(nn.Linear):
 
 
 def use_fp8(layers: list[nn.Module], device: torch.device, dtype: torch.dtype) -> int:
-    """Make the linear layers inside `layers` multiply in FP8, and say how many they are.
+    """Make the linear layers inside `layers` multiply in FP8, and return their number.
 
-    Matrices that are no linear layers (experts, most routers) and gates of a few outputs are left alone.
+    Matrices that are no linear layers (experts, most routers) and gates with few outputs are unchanged.
     """
     if device.type == "cuda" and dtype != torch.bfloat16:
         raise ValueError("--fp8-training: FP8 products on a GPU end in bfloat16; use --dtype bfloat16.")
@@ -75,9 +75,9 @@ def use_fp8(layers: list[nn.Module], device: torch.device, dtype: torch.dtype) -
 
 
 def check_device(device: torch.device) -> None:
-    """Compares the three products on small matrices with the same values multiplied in fp32.
+    """Compare the three products on small matrices with the same values multiplied in fp32.
 
-    A CPU multiplies them so itself.
+    On a CPU they are computed in fp32 anyway.
     """
     if device.type != "cuda":
         return
@@ -98,7 +98,7 @@ def check_device(device: torch.device) -> None:
 
 
 def _three_products(matrix: Tensor) -> list[Tensor]:
-    """The three products of a layer and its gradients: by rows, by rows and turned, turned twice."""
+    """Return the three products of a layer and its gradients, with the transposes that each needs."""
     left, right = by_rows(matrix), by_rows(matrix[: matrix.shape[1]])
     pairs = [(left, right), (left, turned(right)), (turned(left), turned(left))]
     return [product(*pair, torch.bfloat16) for pair in pairs]

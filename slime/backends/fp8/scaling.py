@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-with contextlib.suppress(ImportError):  # a machine without Triton has no GPU that needs it
+with contextlib.suppress(ImportError):  # machines without Triton have no GPU that needs it
     from slime.backends.fp8 import fp8_kernels
 
 FP8 = torch.float8_e4m3fn
@@ -32,26 +32,26 @@ class Scaled(NamedTuple):
 
 def by_rows(matrix: Tensor) -> Scaled:
     """[M, K] with a factor per row; each value is off by at most 2^-4 of itself, or 2^-18 of its row's
-    largest. A row with what is not finite has the factor NaN.
+    largest. A row with a non-finite value has the factor NaN.
     """
     largest = matrix.abs().amax(dim=1, keepdim=True).float()
     exponent = ((largest.view(torch.int32) + _UP_FROM_7_4) >> _MANTISSA_BITS) - _LARGEST_EXPONENT
     exponent = exponent.clamp(min=1)
     factors = (exponent << _MANTISSA_BITS).view(torch.float32)
     inverse = ((254 - exponent) << _MANTISSA_BITS).view(torch.float32)
-    # Casts make of infinity what the device likes, the largest number too: the factor says it.
+    # Casts of infinity differ by device (some give the largest number), so the factor marks it.
     factors = torch.where(largest.isfinite(), factors, torch.nan)
     return Scaled((matrix.float() * inverse).to(FP8), factors)
 
 
 def turned(matrix: Scaled) -> Scaled:
-    """The transpose [K, M] with one factor; M is filled up with zeros to a multiple that products take."""
+    """Return the transpose [K, M] with one factor; M is zero-padded to a multiple that products need."""
     largest = matrix.factors.amax()
     return Scaled(_turn(matrix.values, matrix.factors / largest), largest)
 
 
 def _turn(values: Tensor, shares: Tensor) -> Tensor:
-    """The transpose of values * shares, which are powers of two of at most 1."""
+    """Return the transpose of values * shares, which are powers of two of at most 1."""
     rows, size = values.shape[0], _aligned(values.shape[0])
     if values.is_cuda:
         return fp8_kernels.turn(values.contiguous(), shares, size)
@@ -67,7 +67,7 @@ def product(left: Scaled, right: Scaled, dtype: torch.dtype) -> Tensor:
     if not left.values.is_cuda:
         return (_plain(left) @ _plain(right).T).to(dtype)
     ours, theirs = left.factors, right.factors
-    if ours.dim():  # units take factors by row on both sides or on none
+    if ours.dim():  # FP8 units need factors by row on both sides or on none
         theirs = theirs.expand(right.values.shape[0], 1).contiguous().T
     return torch._scaled_mm(
         left.values, right.values.T, ours, theirs, out_dtype=dtype, use_fast_accum=bool(ours.dim())

@@ -73,10 +73,10 @@ class FSDPBackend(TrainBackend):
         random_weights: bool = False,
     ) -> None:
         super().__init__(args, rank=rank, device=torch.device(device), role=role)
-        self.teacher: PackedCausalLM | None = None  # of another shape; one of the same is a tagged copy
+        self.teacher: PackedCausalLM | None = None  # of another shape; else a tagged copy
         self.mesh = Mesh.build(args, rank, world_size, self.device.type)
         self.layout, self.data_group = self.mesh.layout, self.mesh.data_group
-        self.pending_save: Future[Any] | None = None  # with --async-save: what is being written
+        self.pending_save: Future[Any] | None = None  # with --async-save: the state that is being written
         self.save_group: dist.ProcessGroup | None = None  # set by the first such save
         self.model = self._build_model()
         self.hf_config = self.model.lm.config
@@ -88,7 +88,7 @@ class FSDPBackend(TrainBackend):
         self._set_costs(self.hf_config, self.model.lm.parameters())
         self.experts = ExpertWatch(self.model.lm)
         if args.share_prefix and not families.can_share_prefixes(self.model.lm):
-            # Its micro-batches, which count a shared prompt once, would be too large.
+            # Micro-batches, sized for shared prompts, would be too large.
             raise ValueError(
                 f"--share-prefix: a {self.hf_config.model_type} cannot share prefixes, because its layers "
                 "need every sample whole; remove it."
@@ -168,7 +168,7 @@ class FSDPBackend(TrainBackend):
     # -- passes ----------------------------------------------------------------------------------------------
 
     def _outputs(self, mbs: list[MicroBatch], weights: str, **options: Any) -> dict[str, list[Tensor]]:
-        """Each kind of output by sample, in the order of the batch, from passes without gradients."""
+        """Return each kind of output by sample, in the order of the batch, from passes without gradients."""
         with self._holding(weights) as model, torch.no_grad():
             sent = [self._send(mb, model) for mb in mbs]
             outputs = [self._forward(mb, share, model=model, **options) for mb, share in sent]
@@ -180,12 +180,12 @@ class FSDPBackend(TrainBackend):
         # FSDP averages gradients over the ranks that share parameters; the loss is a sum over them.
         scale = self.layout.dp_size * self.layout.cp_size / denominators.value
         sums: dict[str, Tensor] = {}
-        # The model stays in evaluation mode: engines know no dropout, so nor may the trained policy.
+        # The model stays in evaluation mode: engines have no dropout, so the policy trains without it.
         with self._working():
-            # All inputs cross before the loop: inside it the host never waits for the device.
+            # All inputs are copied before the loop, in which the host never waits for the device.
             for mb, share in [self._send(mb, self.model, loss) for mb in mbs]:
                 copies = None if share is None else share.copies
-                # An expert whose tokens all are of such a micro-batch would have no gradient instead of 0.
+                # An expert with tokens of such micro-batches only would have no gradient instead of 0.
                 learns = mb.learns or self.has_experts
                 with self.experts.listening(mb, copies), torch.set_grad_enabled(learns):
                     out = self._forward(
@@ -216,9 +216,8 @@ class FSDPBackend(TrainBackend):
     def _send(
         self, mb: MicroBatch, model: PackedLM, loss: Loss | None = None
     ) -> tuple[MicroBatch, Share | None]:
-        """Send the micro-batch to the device, with the stream that replaces its own where there is one.
-
-        That is a stream in which samples share prefixes, or this rank's part under context parallelism.
+        """Send the micro-batch to the device, with the stream that replaces its own, if there is one: samples
+        share prefixes in it, or it is this rank's part under context parallelism.
         """
         # The use of experts is counted over all tokens.
         counted = self.has_experts
@@ -265,7 +264,7 @@ class FSDPBackend(TrainBackend):
 
     @contextmanager
     def _holding(self, weights: str) -> Iterator[PackedLM]:
-        """The model with the weights tagged `weights`, for passes without gradients."""
+        """Yield the model with the weights tagged `weights`, for passes without gradients."""
         if weights == "teacher" and self.teacher is not None:
             self.teacher.to(self.device)
             yield self.teacher
@@ -279,14 +278,14 @@ class FSDPBackend(TrainBackend):
                 reshard(self.model)
 
     def _working(self) -> AbstractContextManager[None]:
-        """Run passes in this block: on the 16-bit copy of the weights where nothing is sharded."""
+        """Run passes in this block: on the 16-bit copy of the weights if nothing is sharded."""
         return self.working.active() if self.working is not None else nullcontext()
 
     def _gradients(self) -> list[Tensor]:
         return [local(p.grad) for p in self.model.parameters() if p.grad is not None]
 
     def _square_of_gradients(self) -> Tensor:
-        """This rank's part of the squared gradient norm; what tensor-parallel ranks share counts once."""
+        """Return this rank's part of the squared gradient norm; shared parameters count once."""
         gradients = self._gradients()
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -298,9 +297,9 @@ class FSDPBackend(TrainBackend):
         return squares.sum().to(self.device)
 
     def _reduce(self, sums: dict[str, Tensor], denominators: Denominators) -> tuple[dict[str, float], float]:
-        """Metrics over the whole step and the global gradient norm, in one collective and one transfer."""
+        """Return metrics of the step and the global gradient norm, in one collective and one transfer."""
         names = sorted(sums)
-        # Ranks of one replica hold the same metrics: each brings its part of them to the sum over all ranks.
+        # Ranks of one replica hold the same metrics: each contributes its share to the sum over all ranks.
         alike = self.layout.cp_size * self.layout.tp_size
         values = torch.stack([*(sums[name].double() / alike for name in names), self._square_of_gradients()])
         if dist.get_world_size() > 1:
@@ -336,7 +335,7 @@ class FSDPBackend(TrainBackend):
         return True
 
     def output_matrix(self, weights: str) -> WholeMatrix:
-        """The whole output matrix [V, H] of the weights tagged `weights`, in the dtype of the passes."""
+        """Return the whole output matrix [V, H] of the weights tagged `weights`, in the passes' dtype."""
         with self._holding(weights) as model:
             matrix = gather_full(model.lm.get_output_embeddings().weight.detach())
             return WholeMatrix(matrix.to(self.device, self.compute_dtype, copy=True))

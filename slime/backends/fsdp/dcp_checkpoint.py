@@ -54,20 +54,20 @@ def _write(backend: Trainer, path: Path, state: dict[str, Any]) -> None:
             dcp.save(state, checkpoint_id=path)
         return
     if backend.save_group is None:
-        # A group of its own: the background's messages must not mix with those of training.
+        # A separate group: messages of the background save must not mix with those of training.
         patience = datetime.timedelta(seconds=timeout_s(backend.args, "collective"))
         backend.save_group = dist.new_group(backend="gloo", timeout=patience)
-    # What is in host memory already would be written as it is then, not as it is now.
+    # Tensors already in host memory would otherwise be written with later values.
     copied = {
         name: value.detach().clone() if value.device.type == "cpu" else value for name, value in state.items()
     }
     pending = dcp.async_save(copied, checkpoint_id=path, process_group=backend.save_group)
-    assert isinstance(pending, Future), "torch gives more only where it is asked to"
+    assert isinstance(pending, Future), "torch returns more only on request"
     backend.pending_save = pending
 
 
 def load(backend: Trainer, path: Path, *, with_optimizer: bool) -> None:
-    """Read weights and, with the optimizer, moments into the live tensors."""
+    """Load weights and, with the optimizer, moments into the live tensors."""
     if with_optimizer:
         create_state(backend.optimizer)
     with _plain_moments(backend.optimizer), unreadable_named(path):
@@ -75,7 +75,7 @@ def load(backend: Trainer, path: Path, *, with_optimizer: bool) -> None:
 
 
 def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> None:
-    """One ValueError that names what differs."""
+    """Raise one ValueError that names what differs."""
     if saved["digest"] == own["digest"]:
         return
     differences = []
@@ -84,7 +84,7 @@ def check_same_model(saved: dict[str, Any], own: dict[str, Any], path: Path) -> 
     for name in sorted(saved["shapes"].keys() | own["shapes"].keys()):
         there, here = saved["shapes"].get(name), own["shapes"].get(name)
         if there != here:
-            differences.append(f"{name} is {there or 'absent'} there and {here or 'absent'} here")
+            differences.append(f"{name} is {there or 'absent'} in it and {here or 'absent'} here")
     raise ValueError(
         f"checkpoint {path} is of another model than --hf-checkpoint: {listed(differences)}. "
         "Use the checkpoint of this model, or the --hf-checkpoint that it was trained from."
@@ -112,12 +112,12 @@ def _state(backend: Trainer, with_optimizer: bool) -> dict[str, Any]:
 
 
 def _plain_moments(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-    """Moments in float32, whatever this run keeps them in: checkpoints do not depend on that."""
+    """Return moments in float32, in whatever format this run keeps them: checkpoints do not depend on it."""
     return optimizer.plain_state() if isinstance(optimizer, PlacedAdamW) else nullcontext()
 
 
 def _sharded_as(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """A moment that is this rank's part alone, as the shard of a whole; it keeps its memory."""
+    """Return a moment of this rank as the shard of a whole tensor, in the same memory."""
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not value.ndim:
         return value
     return DTensor(value, parameter._spec, requires_grad=False)

@@ -26,7 +26,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def share_out(experts: Any, mesh: DeviceMesh) -> None:
-    """Cut the experts over the one-dimensional `mesh`. The number of them must divide."""
+    """Distribute the experts over the one-dimensional `mesh`, whose size must divide their number."""
     for name in _MATRICES:
         whole = getattr(experts, name)
         cut = nn.Parameter(distribute_tensor(whole.data, mesh, [Shard(0)]), requires_grad=whole.requires_grad)
@@ -37,7 +37,7 @@ def share_out(experts: Any, mesh: DeviceMesh) -> None:
 
     def forward(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         own = (chosen >= rank * num_own) & (chosen < (rank + 1) * num_own)
-        # One past the last expert stands for none of them.
+        # The index after the last expert means "none of them".
         chosen = torch.where(own, chosen - rank * num_own, num_own)
         weights = torch.where(own, _SumGradient.apply(weights, group), 0.0)
         mine = _local_view(module, num_own)
@@ -47,7 +47,7 @@ def share_out(experts: Any, mesh: DeviceMesh) -> None:
 
 
 def _local_view(experts: nn.Module, num_own: int) -> nn.Module:
-    """The module as its own code shall see it: with this rank's experts as plain tensors, and no others."""
+    """Return the module as its own code must see it: with this rank's experts alone, as plain tensors."""
     view = copy.copy(experts)
     view._parameters = {}
     vars(view).update({name: getattr(experts, name).to_local() for name in _MATRICES})

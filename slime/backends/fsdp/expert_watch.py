@@ -26,7 +26,7 @@ class ExpertWatch:
     def listening(self, mb: MicroBatch, copies: Tensor | None = None) -> Iterator[None]:
         """Record routing during a training forward pass; recomputation and padding are not counted.
 
-        `copies` [T]: for how many samples each token of the stream stands; None: for one.
+        `copies` [T]: number of samples that share each token of the stream; None: one.
         """
         self._listens, self._copies = bool(mb.positions), copies
         try:

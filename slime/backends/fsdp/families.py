@@ -46,10 +46,10 @@ _PACKED_LAYERS = _STATES | {
 
 
 NO_DECODER = "is no decoder"
-# Types that `slime verify-model --families` found to differ from transformers, and where.
+# Types that differ from transformers by `slime verify-model --families`, and why.
 _WRONG = {
     "cpmant": "its attention sees padding",
-    "zaya": "the gradient of its balancing biases is another one",
+    "zaya": "the gradient of its balancing biases differs",
 }
 
 
@@ -58,14 +58,14 @@ class NotTrainable(ValueError):
 
 
 def build(config: Any) -> HFModel:
-    """The family's causal LM on the current torch device, in fp32, set up for documents."""
+    """Build the family's causal LM on the current torch device, in fp32, prepared for documents."""
     # Heavy import, only needed where a model is built.
     from transformers import AutoModelForCausalLM
 
     if vision.family_of(config) is not None:
         return vision.build(config)
     own = config.get_text_config()
-    # Some causal families have that field and do not read it.
+    # Some causal families have the field but ignore it.
     reads = "self.is_decoder" in _source(AutoModelForCausalLM._model_mapping.get(type(config), type(config)))
     if getattr(own, "is_encoder_decoder", False) or (reads and getattr(own, "is_decoder", True) is False):
         raise NotTrainable(
@@ -83,12 +83,12 @@ def build(config: Any) -> HFModel:
 
 
 def _source(kind: type) -> str:
-    """The code of the file that a class is from."""
+    """Return the source code of the file that defines a class."""
     return inspect.getsource(inspect.getmodule(kind) or kind)
 
 
 def _can_run_packed(lm: HFModel) -> bool:
-    """Return whether all layers mix tokens by a registered attention function or by a state that is known."""
+    """Return whether all layers mix tokens by a registered attention function or by a known state."""
     kinds = set(vars(lm.config.get_text_config()).get("layer_types") or ())
     if "ALL_ATTENTION_FUNCTIONS" not in _source(type(decoder(lm))) or kinds - _PACKED_LAYERS:
         return False
@@ -101,7 +101,7 @@ def _can_run_packed(lm: HFModel) -> bool:
 
 
 def decoder(lm: HFModel) -> Any:
-    """The causal LM without its output matrix; some families do not name theirs."""
+    """Return the causal LM without its output matrix; some families do not name theirs."""
     return lm.base_model if lm.base_model is not lm else lm.model
 
 
@@ -140,7 +140,7 @@ def _each_document_alone(forward: Any) -> Any:
 
 
 def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
-    """Hidden states [T, H] of a micro-batch that no context parallelism shares out."""
+    """Return hidden states [T, H] of a micro-batch that context parallelism does not split."""
     if vision.family_of(lm.config) is not None:
         return vision.run_whole(lm, mb)
     if mb.media:
@@ -167,7 +167,7 @@ def run_stream(lm: HFModel, input_ids: Tensor, position_ids: Tensor, documents: 
 
 
 def _run_padded(lm: HFModel, mb: MicroBatch) -> Tensor:
-    """Documents as rows of one batch, padded on the right, where causal layers do not see it."""
+    """Run documents as rows of one batch, padded on the right, where causal layers do not see it."""
     lengths = torch.tensor(mb.documents.lengths, device=mb.input_ids.device)
     column = torch.arange(mb.documents.longest, device=lengths.device)
     real = column < lengths[:, None]
@@ -200,21 +200,19 @@ def output_layer(lm: HFModel) -> OutputLayer:
     try:
         with torch.no_grad(), _only_the_head(lm, small) as options:
             found = lm(**options).logits.flatten().double()
-    except Exception as error:  # whatever a family's code raises on such a model
+    except Exception as error:  # a family's code may raise anything on such a model
         raise NotTrainable(
-            f"{type(lm).__name__}: what it does to its logits cannot be found out ({type(error).__name__})."
+            f"{type(lm).__name__}: its change of the logits cannot be determined ({type(error).__name__})."
         ) from error
     factor = float(found[0] / small[0].double())
     capped = bool(found[-1] < factor * float(small[-1]) / 2)
     output = OutputLayer(factor, float(found[-1]) if capped else None)
     expected = output.factor * small.double()
     if output.softcap is not None:
-        # The smallest number is slightly bent already.
+        # The cap changes even the smallest number slightly.
         expected = output.softcap * torch.tanh(expected / output.softcap)
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):
-        raise NotTrainable(
-            f"{type(lm).__name__} changes its logits in a way that this version does not know."
-        )
+        raise NotTrainable(f"{type(lm).__name__} changes its logits in a way that slime does not support.")
     return OutputLayer(1.0 if abs(factor - 1) < 1e-5 else factor, output.softcap)
 
 
@@ -230,9 +228,8 @@ class _DecoderOutput(tuple):
 
 @contextlib.contextmanager
 def _only_the_head(lm: HFModel, values: Tensor) -> Iterator[dict[str, Any]]:
-    """Arguments for a forward in which the decoder gives `values`, and the output matrix returns its input.
-
-    Sizes are wrong for the model; nothing but its last lines runs.
+    """Return arguments with which the decoder gives `values` and the output matrix returns its input. Sizes
+    are wrong for the model, but only its last lines run.
     """
     head, output = lm.get_output_embeddings(), _DecoderOutput(values[None, None])
     bodies = {id(body): body for body in (decoder(lm), lm.get_decoder()) if body is not lm}

@@ -11,8 +11,8 @@ from slime.backends.fsdp.expert_parallel import is_experts
 from slime.backends.fsdp.families import has_experts
 from slime.backends.fsdp.layer_execution import HFModel
 
-# What transformers says of a family's experts: gate and up side by side, no bias, no norm behind them.
-# A release that does not say one of these knows no family where it is otherwise.
+# Attributes of a family's experts in transformers: gate and up in one matrix, no bias, no norm after them. A
+# release that does not say one of these knows no family where it is otherwise.
 _PLAIN = {
     "has_gate": True,
     "has_bias": False,

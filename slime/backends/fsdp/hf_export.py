@@ -21,7 +21,7 @@ from slime.utils.models.hub_names import hub_tensors, saved_tensors
 def buckets(
     lm: HFModel, bucket_bytes: int, dtype: torch.dtype | None, *, scalar: bool = False
 ) -> Iterator[Bucket]:
-    """Full tensors under hub names in buckets of at most `bucket_bytes` (a larger tensor stands alone).
+    """Yield full tensors under hub names in buckets of at most `bucket_bytes` (a larger tensor is alone).
 
     `scalar`: the output layer is one row, of a critic or a reward model.
     """
@@ -36,7 +36,7 @@ def buckets(
 def in_buckets(
     named: Iterator[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None
 ) -> Iterator[Bucket]:
-    """Named tensors, cast to `dtype` where one is given, in buckets of at most `bucket_bytes`."""
+    """Group named tensors, cast to `dtype` if given, into buckets of at most `bucket_bytes`."""
     bucket: Bucket = []
     size = 0
     for name, tensor in named:
@@ -53,13 +53,13 @@ def in_buckets(
 
 
 def _hub_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
-    """Gathered tensors under the names of the checkpoint that they came from."""
-    known: frozenset[str] = vars(lm).get("hub_names", frozenset())  # set where the weights were read
+    """Yield gathered tensors under their names in the original checkpoint."""
+    known: frozenset[str] = vars(lm).get("hub_names", frozenset())  # set when the weights were read
     return hub_tensors(lm, merged(lm, saved_tensors(lm)), known)
 
 
 def hub_shapes(config: Any) -> dict[str, torch.Size]:
-    """Name and shape of every tensor in a hub checkpoint of such a model; a tied matrix has one name."""
+    """Return name and shape of every tensor in a hub checkpoint of the model; a tied matrix has one name."""
     with torch.device("meta"):
         lm = vision.auto_class(config).from_config(copy.deepcopy(config))
     return {name: tensor.shape for name, tensor in _hub_tensors(lm)}

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from slime.algorithms.attention_variants import note_kinds
 from slime.backends.attention import packed_documents
 
-HFModel = Any  # a `PreTrainedModel` of transformers, which the type checker does not look into
+HFModel = Any  # a `PreTrainedModel` of transformers, which the type checker does not check
 
-# Results that cost a matrix product or an attention pass are kept; the rest is cheap to compute again.
+# Results of matrix products and attention are kept; all others are cheap to recompute.
 _KEPT_OPERATORS = (
     "mm",
     "addmm",
@@ -35,7 +35,7 @@ _WIDE = 2048
 
 
 def decoder_layers(lm: HFModel) -> list[nn.Module]:
-    """The layers that transformers names as the smallest parts of a model that stay together."""
+    """Return the layers: the smallest parts of a model that transformers keeps together."""
     names = set(lm._no_split_modules or ())
     return [module for module in lm.modules() if type(module).__name__ in names]
 
@@ -59,7 +59,7 @@ def prepare_layers(layers: list[nn.Module], config: Any, *, checkpointing: str, 
 
 
 def require_input_gradient(lm: HFModel) -> None:
-    """Give the first layer an input with a gradient, as all others have, also where embeddings are frozen.
+    """Give the first layer an input with a gradient, as all others have, even if embeddings are frozen.
 
     Otherwise torch compiles the layer once more, in the middle of the first step.
     """

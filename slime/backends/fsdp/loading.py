@@ -31,7 +31,7 @@ from slime.utils.files.torch_dist_folder import is_torch_dist
 from slime.utils.models.hub_names import folder_of, is_converted, saved_tensors
 from slime.utils.models.model_config import block_size_of
 
-Reader = Callable[[tuple[slice, ...]], Tensor]  # of a region of one tensor
+Reader = Callable[[tuple[slice, ...]], Tensor]  # a region of one tensor
 
 
 def empty_model(path: str | Path) -> HFModel:
@@ -49,7 +49,7 @@ def empty_model(path: str | Path) -> HFModel:
 
 @contextmanager
 def without_storage() -> Iterator[None]:
-    """Around the construction of a model: its parameters get no storage, and its buffers are computed.
+    """Construct a model within this block: its parameters get no storage, and its buffers are computed.
 
     No file holds most buffers, and any module may compute those of another one, as Falcon-H1's decoder does
     for its layers. So none can be computed later without the code that constructs the whole model.
@@ -68,7 +68,7 @@ def without_storage() -> Iterator[None]:
 
 
 def known_values(lm: HFModel) -> dict[str, Tensor]:
-    """Parameters that were given values before sharding (a new head, adapters): they are kept, not read."""
+    """Return parameters with values from before sharding (a new head, adapters): they are kept, not read."""
     return {name: parameter.data for name, parameter in lm.named_parameters() if not parameter.is_meta}
 
 
@@ -83,7 +83,7 @@ def allocate(model: Any, device: torch.device, *, compute: torch.device | None =
     for module, name, buffer in buffers:
         assert not buffer.is_meta, f"buffer {name} of {type(module).__name__} was never computed"
         module._buffers[name] = buffer.to(compute or device)
-    # Each place of a tied matrix got storage of its own.
+    # Each use of a tied matrix got its own storage.
     model.lm.tie_weights()
 
 
@@ -104,7 +104,7 @@ def fill(lm: HFModel, path: str | Path, known: dict[str, Tensor] | None = None) 
         lm.hub_names = frozenset(folder.names)
         expected = hub_shapes(lm.config)
         if "lm_head.weight" not in map(hub_name, wanted):
-            expected.pop("lm_head.weight", None)  # another head has its place
+            expected.pop("lm_head.weight", None)  # replaced by another head
         check_fit(folder, expected)
     else:
         lm.hub_names = frozenset(files_by_tensor(folder_of(str(path))))
@@ -122,7 +122,7 @@ def fill(lm: HFModel, path: str | Path, known: dict[str, Tensor] | None = None) 
 def _check_shapes(
     wanted: dict[str, Tensor], folder: TorchDistFolder | CheckpointFolder, path: str | Path
 ) -> None:
-    """ValueError where a file's tensor has another size: a part of a larger one would pass for the whole."""
+    """Raise ValueError if a file's tensor has another size: part of a larger one would look complete."""
     for name, tensor in wanted.items():
         held, built = tuple(folder.shape(hub_name(name))), tuple(tensor.shape)
         if held != built:
@@ -146,9 +146,9 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
     """Return the slices of the whole tensor that this rank holds."""
     ranges = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
-        # The last mesh dimension (tensor parallel) cuts first: FSDP shards what it left.
+        # The last mesh dimension (tensor parallel) splits first, then FSDP shards the result.
         for dimension in reversed(range(tensor.device_mesh.ndim)):
-            placement: Any = tensor.placements[dimension]  # kinds that cut have `dim`
+            placement: Any = tensor.placements[dimension]  # kinds of placement that split have `dim`
             if not placement.is_replicate():
                 start, end = ranges[placement.dim]
                 count, rank = tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
@@ -159,7 +159,7 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path | TorchDistFolder) -> None:
-    """The first rank loads through transformers, which knows how to convert, and sends tensor by tensor."""
+    """Load through transformers, which converts, on the first rank, and send tensor by tensor."""
     source = _converted(lm, path) if dist.get_rank() == 0 else {}
     path = path.path if isinstance(path, TorchDistFolder) else path
     missing = [[name for name in wanted if hub_name(name) not in source]]
@@ -178,7 +178,7 @@ def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path | TorchD
 
 
 def _converted(lm: HFModel, path: str | Path | TorchDistFolder) -> dict[str, Tensor]:
-    """The whole model under its names in memory, without what `path` does not hold."""
+    """Return the whole model by its names in memory, without tensors that `path` lacks."""
     # Heavy import, only needed where a model is loaded.
     from transformers import FineGrainedFP8Config
 
@@ -192,5 +192,5 @@ def _converted(lm: HFModel, path: str | Path | TorchDistFolder) -> dict[str, Ten
         if block_size_of(path):
             how["quantization_config"] = FineGrainedFP8Config(dequantize=True)
         model, report = automatic.from_pretrained(path, **how)
-    # What a folder lacks transformers fills with random numbers, and says so only in a log.
+    # transformers fills missing tensors with random numbers, and only logs it.
     return {name: value for name, value in model.state_dict().items() if name not in report["missing_keys"]}

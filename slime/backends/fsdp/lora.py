@@ -10,7 +10,7 @@ from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.model import gather_full
 from slime.backends.shared.adapters import ALL_LINEAR, NAME, first_factor, saved_name
 
-# A layer that carries an adapter keeps its own weight under this name.
+# A layer with an adapter keeps its own weight under this name.
 ADAPTED = ".base_layer."
 _ADAPTERS = (".lora_A.", ".lora_B.")
 
@@ -20,7 +20,7 @@ def is_adapter(name: str) -> bool:
 
 
 def hub_name(name: str) -> str:
-    """The name in a checkpoint of a parameter that may have got an adapter."""
+    """Return the checkpoint's name of a parameter that may have an adapter."""
     return name.replace(ADAPTED, ".")
 
 
@@ -64,7 +64,7 @@ def add_adapters(args: Args, lm: HFModel) -> None:
 
 
 def merged(lm: HFModel, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors as a model without adapters names them, the adapters' products added; a collective."""
+    """Yield whole tensors, named as without adapters, with the adapters' products added; a collective."""
     for name, tensor in named:
         if is_adapter(name):
             continue
@@ -77,7 +77,7 @@ def merged(lm: HFModel, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[s
 
 
 def adapter_tensors(lm: HFModel) -> Iterator[tuple[str, Tensor]]:
-    """Whole adapter tensors under the names that peft saves them with; a collective."""
+    """Yield whole adapter tensors under the names that peft uses in files; a collective."""
     for name, parameter in lm.named_parameters():
         if is_adapter(name):
             layer, factor = name.removesuffix(f".{NAME}.weight").rsplit(".", 1)

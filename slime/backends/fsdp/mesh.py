@@ -21,7 +21,7 @@ class Mesh:
 
     @classmethod
     def build(cls, args: Args, rank: int, world_size: int, device_type: str) -> "Mesh":
-        """Example: 8 ranks, tensor 2, context 2: rank 5 = data 1, context 0, tensor 1."""
+        """Build the groups. Example: 8 ranks, tensor 2, context 2: rank 5 = data 1, context 0, tensor 1."""
         tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
         dp = world_size // (tp * cp)
         layout = Layout(

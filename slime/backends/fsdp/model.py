@@ -24,7 +24,7 @@ from slime.backends.fsdp.layer_execution import HFModel, decoder_layers
 
 
 def run_decoder(lm: HFModel, mb: MicroBatch, share: Share | None) -> Tensor:
-    """Hidden states [T, H] of the packed stream, or of what stands for it."""
+    """Return hidden states [T, H] of the packed stream, or of its replacement."""
     if share is None:
         return families.run_whole(lm, mb)
     return families.run_stream(lm, share.input_ids, share.position_ids, share.documents)
@@ -98,7 +98,7 @@ class PackedCausalLM(nn.Module):
             softcap=self.output.softcap,
         )
         if share is not None:
-            assert not logits, "a micro-batch whose logits are asked for keeps its stream"
+            assert not logits, "a loss that needs logits gets the original stream"
             assert share.is_whole or at_head is None, "hidden states of all tokens are not on one rank"
             chosen = chosen if at_head is None else share.join(chosen)
             log_probs = share.join(log_probs)
@@ -132,7 +132,7 @@ class PackedCausalLM(nn.Module):
 
 
 def shard(model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype, *, offload: bool = False) -> None:
-    """FSDP2 over decoder layers and root: fp32 shards, computation in `compute_dtype`, reduction in fp32."""
+    """Apply FSDP2 to layers and root: fp32 shards, computation in `compute_dtype`, reduction in fp32."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         reduce_dtype=None if compute_dtype == torch.float32 else torch.float32,
@@ -151,11 +151,11 @@ def reshard(model: nn.Module) -> None:
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank; a collective when sharded."""
+    """Return the whole tensor on every rank; a collective when sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole: DTensor = tensor
     if whole.device.type != whole.device_mesh.device_type:
-        # Offloaded shards: the group's collectives take only tensors of its own device.
+        # Offloaded shards: the group's collectives need tensors on its own device.
         whole = cast(DTensor, whole.to(whole.device_mesh.device_type))
     return whole.full_tensor()

@@ -41,7 +41,7 @@ class PackedScalarLM(nn.Module):
         self.lm = lm
 
     def forward(self, mb: MicroBatch, share: Share | None = None) -> tuple[Tensor]:
-        """Values [R] in fp32; a tuple, so that FSDP finds the tensor. No temperature: these are no logits."""
+        """Return values [R] in fp32, without a temperature; a tuple, so that FSDP finds the tensor."""
         hidden = run_decoder(self.lm, mb, share)
         rows = mb.logit_positions + self.offset if share is None else share.rows
         values = self.lm.get_output_embeddings()(hidden.index_select(0, rows)).squeeze(-1)
@@ -54,7 +54,7 @@ PackedLM = PackedCausalLM | PackedScalarLM
 
 
 def read_head(path: str | Path, hf_config: Any) -> Tensor | None:
-    """The scalar head of a reward model's folder; None where there is none (a causal LM, a hub id)."""
+    """Return the scalar head in a reward model's folder; None: it has none (a causal LM, a hub id)."""
     if is_torch_dist(path):
         folder = TorchDistFolder(path, hf_config)
         return folder.read(HEAD).float() if HEAD in folder.names else None

@@ -29,7 +29,7 @@ _STYLES: dict[str, Any] = {
     "rowwise": RowwiseParallel,
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-# Parts of a layer with an adapter, and the styles of the layer that cut them.
+# Parts of a layer with an adapter -> the layer's styles that split them.
 _UNDER_ADAPTERS = {
     ".base_layer": (ColwiseParallel, RowwiseParallel),
     f".lora_A.{ADAPTER}": (RowwiseParallel,),
@@ -38,13 +38,13 @@ _UNDER_ADAPTERS = {
 
 
 def apply(lm: HFModel, mesh: DeviceMesh) -> None:
-    """Cut the decoder of `lm` over the one-dimensional `mesh`."""
+    """Split the decoder of `lm` over the one-dimensional `mesh`."""
     size, config = mesh.size(), lm.config.get_text_config()
     plan, experts = plan_of(lm, size)
     if unknown := sorted(set(plan.values()) - _STYLES.keys()):
         raise ValueError(
             f"--tensor-model-parallel-size {size}: the plan of {config.model_type} asks for {unknown[0]!r}, "
-            "which this version does not know; use 1."
+            "which slime does not support; use 1."
         )
     styles = {name: _STYLES[style] for name, style in plan.items()}
     base = lm.base_model
@@ -68,11 +68,11 @@ def apply(lm: HFModel, mesh: DeviceMesh) -> None:
 def plan_of(lm: HFModel, size: int) -> tuple[dict[str, str], list[Any]]:
     """Return the style of each split module, and the modules with distributed experts; else a ValueError."""
     config = lm.config.get_text_config()
-    # What stands outside of the layers (embedding, output matrix) stays whole.
+    # Matrices outside the layers (embedding, output matrix) stay whole.
     plan = {
         name: style
         for name, style in (config.base_model_tp_plan or {}).items()
-        if name.startswith("layers.") and ".experts" not in name  # those are shared out instead
+        if name.startswith("layers.") and ".experts" not in name  # experts are distributed instead
     }
     if not plan:
         raise ValueError(

@@ -19,7 +19,7 @@ __all__ = ["auto_class", "build", "family_of", "freeze_tower", "run_whole", "tow
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that builds the model of a config, images and all where we train them."""
+    """Return the transformers class of a config, with the vision tower if slime trains the family."""
     # Heavy import, only needed where a model is built.
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -35,7 +35,7 @@ def build(config: Any) -> HFModel:
 
 
 def with_images(mb: MicroBatch, config: Any) -> MicroBatch:
-    """The micro-batch with its images as this model takes them; as it is for a model that reads text only."""
+    """Return the micro-batch with its images in the model's format; unchanged for a text model."""
     if family_of(config) is None or not mb.media:
         return mb
     documents = torch.split(mb.input_ids[0], list(mb.documents.lengths))
@@ -44,10 +44,10 @@ def with_images(mb: MicroBatch, config: Any) -> MicroBatch:
 
 
 def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
-    """Hidden states [T, H] of a micro-batch."""
+    """Return hidden states [T, H] of a micro-batch."""
     images = cast("PackedImages | None", mb.images)
     if images is None or images.media is None:
-        # Before the text model, as features are: ranks with and without images gather layers in one order.
+        # Before the text model, like features: all ranks, with or without images, gather layers in one order.
         shift = nothing_of(lm, mb.input_ids.device)
         return run_text(lm, mb.input_ids, mb.position_ids, None, None, shift=shift, documents=mb.documents)
     positions = mb.position_ids if images.positions is None else images.positions
@@ -62,11 +62,11 @@ def tower_prefixes(config: Any) -> tuple[str, ...]:
 
 
 def freeze_tower(lm: HFModel) -> None:
-    """--freeze-vision-tower: only the text model trains."""
+    """Freeze the vision tower (--freeze-vision-tower): only the text model is trained."""
     prefixes = tower_prefixes(lm.config)
     if not prefixes:
         raise ValueError(
-            f"--freeze-vision-tower: {lm.config.model_type} has no vision tower that is known here; leave "
+            f"--freeze-vision-tower: {lm.config.model_type} has no vision tower that slime supports; leave "
             f"the flag out. It is for {', '.join(VISION_FAMILIES)}."
         )
     for name, parameter in lm.named_parameters():

@@ -23,7 +23,7 @@ class WorkingCopy:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The model computes in 16 bit inside the block, with what the fp32 weights are at its start."""
+        """Compute in 16 bit within the block, with the fp32 weights' values at its start."""
         self._refresh()
         try:
             self._place(self._copies)
@@ -54,7 +54,7 @@ class WorkingCopy:
 
 
 def _add_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:
-    assert copy.grad is not None, "called when the gradient of the copy is there"
+    assert copy.grad is not None, "called when the copy has its gradient"
     if master.grad is None:
         master.grad = copy.grad.to(master.dtype)
     else:

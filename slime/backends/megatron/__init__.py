@@ -18,10 +18,10 @@ def create_backend(args: Args, *, device: str | torch.device, **options: Any) ->
             f"--train-backend megatron needs megatron-core ({error}): pip install 'slime-rl[megatron]'."
         ) from error
     if device.type == "cpu":
-        from slime.backends.megatron.fixes import cpu_shims  # patches torch: only where there is no CUDA
+        from slime.backends.megatron.fixes import cpu_shims  # patches torch, so only without CUDA
 
         cpu_shims.install()
-    # After the shims: megatron-core asks for the device while it is imported.
+    # After the shims: megatron-core queries the device during its import.
     from slime.backends.megatron.backend import MegatronBackend
     from slime.backends.megatron.fixes import list_kernels, without_transformer_engine
 

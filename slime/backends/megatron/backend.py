@@ -77,7 +77,7 @@ class MegatronBackend(TrainBackend):
         role: str = "actor",
     ) -> None:
         super().__init__(args, rank=rank, device=device, role=role)
-        self.teacher: TeacherModel | None = None  # of another shape; one of the same is a tagged copy
+        self.teacher: TeacherModel | None = None  # of another shape; else a tagged copy
         self.hf_config = read_hf_config(self.hf_checkpoint)
         check_layout(args, self.hf_config, world_size=world_size, device=device)
         check_mtp(args, self.hf_config)
@@ -142,7 +142,7 @@ class MegatronBackend(TrainBackend):
         return [p.data for chunk in self.model for p in chunk.parameters()] + self.hub.buffers
 
     def _settle(self) -> None:
-        """Gather the updated parameters now; called before anyone reads or swaps weights."""
+        """Gather the updated parameters now, before they are read or swapped."""
         if self._gathers_late:
             self._gathers_late = False
             for chunk in self.model:
@@ -151,7 +151,7 @@ class MegatronBackend(TrainBackend):
     # -- passes ----------------------------------------------------------------------------------------------
 
     def _outputs(self, mbs: list[MicroBatch], weights: str, **options: Any) -> dict[str, list[Tensor]]:
-        # Experts belong to the policy: a reference, a teacher or a critic chooses its own.
+        # Expert choices belong to the policy: a reference, a teacher or a critic makes its own.
         routing = RoutingPlan()
         if self.role == "actor":
             hooks.before_log_prob(self.args, self.model, weights)
@@ -209,7 +209,7 @@ class MegatronBackend(TrainBackend):
         self._repeat_on_other_stages(mbs, loss, seen)
         for chunk in self.model:
             chunk.eval()
-        # Before the host waits for metrics: it has lists of all parameters to make while passes still run.
+        # Before the host waits for metrics: it builds lists of all parameters while passes still run.
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         metrics = self._reduce(sums, denominators) | self._expert_metrics()
@@ -223,7 +223,7 @@ class MegatronBackend(TrainBackend):
     def _repeat_on_other_stages(
         self, mbs: list[MicroBatch], loss: Loss, seen: list[dict[str, Tensor]]
     ) -> None:
-        """Call the loss on the other pipeline stages too, so that what it records is on every stage."""
+        """Call the loss on the other pipeline stages too, so that they record the same values."""
         if self.layout.pp_size == 1 or loss.needs_logits:
             return
         results = from_last_stage(seen)
@@ -239,7 +239,7 @@ class MegatronBackend(TrainBackend):
         )
 
     def _mtp_scale(self, mbs: list[MicroBatch]) -> float:
-        """Weight of one token in the loss of the MTP heads: their factor over the tokens of the step."""
+        """Return the weight of one token in the loss of the MTP heads: their factor / tokens of the step."""
         if not self.config.mtp_num_layers:
             return 0.0
         tokens = sum((mb.loss_mask.sum().double() for mb in mbs), torch.zeros((), dtype=torch.float64))
@@ -276,7 +276,7 @@ class MegatronBackend(TrainBackend):
             member.optimizer.state.clear()
 
     def output_matrix(self, weights: str) -> VocabSlice | None:
-        """A copy of this rank's rows of the output matrix; None on a pipeline stage without it."""
+        """Return a copy of this rank's rows of the output matrix; None on a pipeline stage without it."""
         if weights == "teacher" and self.teacher is not None:
             return self.teacher.output_matrix()
         self._settle()
@@ -326,7 +326,7 @@ class MegatronBackend(TrainBackend):
         return self.hub.buckets(bucket_bytes, dtype)
 
     def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """`export` of this rank's pipeline stage alone, by the ranks of that stage."""
+        """Export (`export`) this rank's pipeline stage alone, called by the ranks of that stage."""
         self._settle()
         return self.hub.stage_buckets(self.args.update_weight_buffer_size, dtype)
 

@@ -30,14 +30,14 @@ _UNUSED = """
     moe_shared_expert_gate moe_shared_expert_intermediate_size moe_router_enable_expert_bias
     moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
 """.split()  # noqa: SIM905 - one name per line would fill a screen
-# Megatron knows others (`moe_act`, `mla_up_proj`), which have nothing to act on here.
+# Megatron has others (`moe_act`, `mla_up_proj`), which have no effect here.
 _RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 # With one of these Megatron itself checks how pipeline stages share the layers.
 _UNEVEN = """
     num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
 """.split()  # noqa: SIM905 - one name per line would fill a screen
-# Facts of scaled rotations with their defaults; without scaling they mean nothing.
+# Fields of scaled rotations with their defaults; meaningless without scaling.
 _ROPE_FACTS = {
     "mscale": 1.0,
     "mscale_all_dim": 0.0,
@@ -59,7 +59,7 @@ def read_hf_config(path: str) -> Any:
 
     register_configs()
     config = AutoConfig.from_pretrained(path)
-    family_of(config)  # before the general check: it can say more about a type that is not built
+    family_of(config)  # before the general check, because its error is more specific
     kinds = sorted(set(config.get_text_config().to_dict().get("layer_types") or ()) - {"full_attention"})
     if kinds:
         raise ValueError(
@@ -70,12 +70,12 @@ def read_hf_config(path: str) -> Any:
 
 
 def rotary_embedding(hf_config: Any) -> nn.Module:
-    """The HF model's own rotary embedding: cos and sin of positions, with the config's scaling."""
+    """Return the HF model's own rotary embedding: cos and sin of positions, with the config's scaling."""
     # Heavy import, only needed where a model is built.
     from transformers import AutoModelForCausalLM
 
     models = AutoModelForCausalLM._model_mapping
-    # A config of ours is a child of the one whose model it describes.
+    # Our own config class is a subclass of the one whose model it describes.
     known = next(kind for kind in type(hf_config).__mro__ if kind in models)
     module = importlib.import_module(models[known].__module__)
     classes = [name for name in vars(module) if name.endswith("RotaryEmbedding")]
@@ -120,12 +120,12 @@ def transformer_config(
     values = {
         **{name: getattr(args, name) for name in PARALLEL_SIZES},
         "sequence_parallel": args.sequence_parallel,
-        # Which kernel TransformerEngine takes, where its attention is used; the others are its own choice.
+        # TransformerEngine's kernel, if its attention is used; it chooses for the other values.
         "attention_backend": AttnBackend[kernel],
         "moe_token_dispatcher_type": args.moe_token_dispatcher_type,
-        # Counts only with a coefficient, which is 0 unless it is given.
+        # Has an effect only with a coefficient, whose default is 0.
         "moe_router_load_balancing_type": "aux_loss",
-        # Engines route with the bias that pretraining has learnt, so it stays as it is.
+        # Engines route with the bias from pretraining, so it is not updated.
         "moe_router_bias_update_rate": 0.0,
         "params_dtype": dtype,
         "pipeline_dtype": dtype if staged else None,
@@ -157,7 +157,7 @@ def architecture(hf_config: Any) -> dict[str, Any]:
 
 
 def hub_facts(hf_config: Any) -> dict[str, Any]:
-    """Facts that are flags of Megatron's command line and fields of none of its configurations."""
+    """Return facts of the config that are flags of Megatron's command line but fields of no configuration."""
     rope = hf_config.rope_parameters
     return {
         "vocab_size": hf_config.vocab_size,
@@ -187,7 +187,7 @@ def _check_architecture(given: dict[str, Any], known: dict[str, Any], path: str 
 
 
 def _plain(name: str, value: Any, known: dict[str, Any]) -> Any:
-    """One form for values that can be written in several."""
+    """Return one form for values that can be written in several."""
     if name == "moe_layer_freq" and isinstance(value, int):
         return [int(layer % value == 0) for layer in range(known["num_layers"])]
     if name in ("moe_router_num_groups", "moe_router_group_topk") and value == 1:
@@ -195,7 +195,7 @@ def _plain(name: str, value: Any, known: dict[str, Any]) -> Any:
     if name in _ROPE_FACTS and known["rotary_scaling_factor"] == 1.0:
         return None
     if name == "kv_channels" and known.get("multi_latent_attention"):
-        return None  # such a model has widths of its own for queries, keys and values
+        return None  # such a model has separate widths for queries, keys and values
     return value
 
 
@@ -223,7 +223,7 @@ def ddp_config(args: Args) -> DistributedDataParallelConfig:
 
 
 def _recompute(args: Args) -> dict[str, Any]:
-    """Whole layers one by one, or the attention of each, unless the finer flags say otherwise."""
+    """Return settings: recompute whole layers, or the attention of each, unless finer flags are given."""
     if args.activation_checkpointing == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if args.activation_checkpointing == "selective":
@@ -243,7 +243,7 @@ def recompute_modules(args: Args) -> list[str]:
 
 
 def _distributed_optimizer(args: Args) -> bool:
-    """Only Adam has moments to shard over data-parallel ranks; Megatron refuses SGD there."""
+    """Return whether moments are sharded over data-parallel ranks, which only Adam allows."""
     return args.use_distributed_optimizer and args.optimizer == "adam"
 
 
@@ -264,7 +264,7 @@ def _check_overlap(config: TransformerConfig) -> None:
 
 
 def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.device) -> None:
-    """Refuse sizes that Megatron would refuse late, in its own words, or not at all."""
+    """Refuse sizes that Megatron would refuse late, with unclear errors, or not at all."""
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     pp, vpp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     settings = family_of(hf_config).settings(hf_config)
@@ -297,7 +297,7 @@ def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.d
 
 
 def _check_experts(args: Args, experts: int, world_size: int, device: torch.device) -> None:
-    """The part of `check_layout` that is about mixtures of experts."""
+    """Check the layout of mixtures of experts, for `check_layout`."""
     ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     if experts % ep:

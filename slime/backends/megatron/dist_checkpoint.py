@@ -47,7 +47,7 @@ def fingerprint(backend: Trainer) -> dict[str, Any]:
 def _differences(theirs: dict[str, Any], own: dict[str, Any]) -> list[str]:
     """Describe where two fingerprints differ."""
     differing = [name for name in own if theirs.get(name) != own[name]]
-    return [f"{name} is {theirs.get(name)} there and {own[name]} here" for name in differing]
+    return [f"{name} is {theirs.get(name)} in it and {own[name]} here" for name in differing]
 
 
 def manifest(backend: Trainer) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def manifest(backend: Trainer) -> dict[str, Any]:
 
 
 def save(backend: Trainer, path: Path, *, with_optimizer: bool) -> None:
-    # Megatron refuses a folder that holds anything.
+    # Megatron refuses a folder that is not empty.
     path.mkdir(parents=True, exist_ok=True)
     state = _model_state(backend, METADATA)
     checkpoint_fixes.own_results_server()
@@ -94,7 +94,7 @@ def load(backend: Trainer, path: Path, written: dict[str, Any], *, with_optimize
 def read(backend: Trainer, path: Path, adam_step: int | None = None) -> None:
     """Read weights into the live model and, given Adam's step, its moments."""
     with_optimizer = adam_step is not None
-    # As it was written: older checkpoints hold tensors that are stacked over layers.
+    # As it was written: older checkpoints stack tensors over layers.
     with unreadable_named(path):
         metadata = dist_checkpointing.load_content_metadata(str(path))
     state = _model_state(backend, metadata)
@@ -109,7 +109,7 @@ def read(backend: Trainer, path: Path, adam_step: int | None = None) -> None:
         with unreadable_named(path):
             loaded = dist_checkpointing.load(state, str(path))
         for index, chunk in enumerate(backend.model):
-            # With adapters nothing else is in it; what was asked for and is not there has raised above.
+            # With adapters the checkpoint has nothing else; missing tensors raised an error above.
             chunk.module.load_state_dict(loaded[_key(backend, index)], strict=not backend.args.lora_rank)
         if adam_step is not None:
             moments = loaded["optimizer"]
@@ -122,7 +122,7 @@ def read(backend: Trainer, path: Path, adam_step: int | None = None) -> None:
 
 
 def _check_moments(state: dict[str, Any], path: Path) -> None:
-    """All ranks refuse a checkpoint that has no Adam moments for a parameter which trains now."""
+    """Refuse, on all ranks, a checkpoint without Adam moments for a parameter that is trained now."""
     with unreadable_named(path):
         written = dist_checkpointing.load_tensors_metadata(str(path))
     wanted = {part.key for part in nested_values(extract_sharded_tensors_and_factories(state)[0])}
@@ -133,7 +133,7 @@ def _check_moments(state: dict[str, Any], path: Path) -> None:
         raise ValueError(
             f"checkpoint {path.parent} has no Adam state for {len(missing)} tensors that train now, the "
             f"first is {missing[0]}: resume with the --freeze-params-name-list or "
-            "--only-train-params-name-list that it was saved with, or start Adam anew with --no-load-optim."
+            "--only-train-params-name-list that it was saved with, or reset Adam with --no-load-optim."
         )
 
 
@@ -146,7 +146,7 @@ def _model_state(backend: Trainer, metadata: dict[str, Any]) -> dict[str, Any]:
     for index, chunk in enumerate(backend.model):
         found = chunk.module.sharded_state_dict(metadata=dict(metadata))
         if backend.args.lora_rank:
-            # The model itself is that of --hf-checkpoint, and stays there.
+            # The model's own weights come from --hf-checkpoint and are not saved.
             trained = {name for name, p in chunk.module.named_parameters() if p.requires_grad}
             found = {name: part for name, part in found.items() if name in trained}
         state[_key(backend, index)] = found
@@ -154,7 +154,7 @@ def _model_state(backend: Trainer, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_model(backend: Trainer, path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, which must be of this backend and fit this model."""
+    """Return the manifest of a checkpoint, which must be of this backend and fit this model."""
     written = read_manifest(path)
     if written.get("backend") != BACKEND:
         raise ValueError(

@@ -29,7 +29,7 @@ class LearningRateSchedule:
 
 
 def after_init(args: Args) -> None:
-    """Called when the process groups exist and no model is built yet."""
+    """Call the hook when the process groups exist and the model is not built yet."""
     path = args.custom_megatron_init_path
     if path:
         with plugin_call("--custom-megatron-init-path", path):
@@ -37,7 +37,7 @@ def after_init(args: Args) -> None:
 
 
 def before_log_prob(args: Args, model: Sequence[nn.Module], weights: str) -> None:
-    """Called before each pass whose log-probs go to the batch under `store_prefix` + "log_probs"."""
+    """Call the hook before each pass whose log-probs are stored as `store_prefix` + "log_probs"."""
     path = args.custom_megatron_before_log_prob_hook_path
     if path:
         prefix = f"{weights}_" if weights in ("ref", "teacher") else ""
@@ -52,7 +52,7 @@ def before_train_step(
     optimizer: MegatronOptimizer,
     schedule: LearningRateSchedule,
 ) -> None:
-    """Called before each optimizer step, when gradients are zero and no pass of it has run."""
+    """Call the hook before each optimizer step, when gradients are zero and no pass has run."""
     path = args.custom_megatron_before_train_step_hook_path
     if path:
         with plugin_call(
@@ -72,7 +72,7 @@ def provide_model(
     post_process: bool,
     vp_stage: int | None,
 ) -> PackedGPTModel:
-    """The user's model of one chunk; `build` makes the one that is used without such a function."""
+    """Return the user's model of one chunk; `build` makes the default one."""
     function = load_function(path)
     offered = {"vp_stage": vp_stage, "config": config, "build": build}
     taken = inspect.signature(function).parameters

@@ -11,7 +11,7 @@ from slime.arguments import Args
 from slime.backends.base import Layout
 from slime.catalog.deadlines import timeout_s
 
-# Flags of these names are Megatron's own.
+# Flags with these names are Megatron's own.
 PARALLEL_SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
@@ -19,7 +19,7 @@ PARALLEL_SIZES = (
 
 
 def init_groups(args: Args, device: torch.device) -> None:
-    """Cut the ranks into groups (again, if a model of another layout was built before in this process)."""
+    """Create the process groups (again, if a model of another layout was built before in this process)."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -31,7 +31,7 @@ def init_groups(args: Args, device: torch.device) -> None:
 
 
 def current_layout() -> Layout:
-    """This rank's place in the process groups."""
+    """Return this rank's place in the process groups."""
     return Layout(
         dp_size=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),

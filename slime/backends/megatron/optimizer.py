@@ -20,9 +20,9 @@ _EPSILON = 1e-6  # as Megatron clips
 def build_optimizer(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], moments: MomentPlan, *, cpu: bool
 ) -> MegatronOptimizer:
-    """Megatron's optimizer; weight decay is on matrices only, which its own scheduler would set.
-
-    Its own way of offloading needs TransformerEngine and steps on the CPU; both trainers have the same one.
+    """Build Megatron's optimizer, with weight decay on matrices only, which its scheduler would otherwise
+    set. Megatron's offloading needs TransformerEngine and steps on the CPU, so slime's is used in both
+    trainers.
     """
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=not cpu)
     for group in optimizer.param_groups:
@@ -37,10 +37,8 @@ def build_optimizer(
 
 
 def _fuse(optimizer: MegatronOptimizer) -> None:
-    """Step with torch's fused AdamW.
-
-    Megatron takes the one over lists of tensors, which needs another copy of all parameters and several times
-    the memory traffic.
+    """Step with torch's fused AdamW. Megatron uses the one over lists of tensors, which needs another copy of
+    all parameters and several times the memory traffic.
     """
     for member in members(optimizer):
         if isinstance(member.optimizer, torch.optim.AdamW):
@@ -57,11 +55,11 @@ class FusedStep:
 
     def __init__(self, adam: torch.optim.AdamW) -> None:
         self._adam, self._theirs = adam, adam.step
-        self.shrink: float | None = None  # what gradients are divided by on their way
+        self.shrink: float | None = None  # divisor that the kernel applies to gradients
 
     @torch.no_grad()
     def __call__(self, closure: None = None) -> None:
-        """One step; torch's own where a parameter has no gradient or no moments yet."""
+        """Take one step; with torch's own code if a parameter has no gradient or no moments yet."""
         groups = self._adam.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
         states, grads = self._states(parameters), [parameter.grad for parameter in parameters]
@@ -112,21 +110,21 @@ class FusedStep:
 
 
 def members(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """Megatron's optimizers inside a chain that hold parameters on this rank."""
+    """Return Megatron's optimizers inside a chain that hold parameters on this rank."""
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         if member.optimizer is not None and not getattr(member, "is_stub_optimizer", False):
             yield member
 
 
 def main_copies(member: MegatronOptimizer) -> list[Tensor]:
-    """The fp32 copies of 16-bit weights, whole or this rank's shards; none where weights are fp32."""
+    """Return the fp32 copies of 16-bit weights, whole or this rank's shards; none if weights are fp32."""
     names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
     return [copy for name in names for group in getattr(member, name, ()) for copy in group]
 
 
 @contextmanager
 def present(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Inside, fp32 copies that lie in host memory are on the device."""
+    """Keep fp32 copies from host memory on the device within this block."""
     with ExitStack() as stack:
         for member in members(optimizer):
             if isinstance(member.optimizer, PlacedAdamW):
@@ -135,14 +133,14 @@ def present(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def reload_copies(optimizer: MegatronOptimizer) -> None:
-    """Take the fp32 copies from the model's weights."""
+    """Set the fp32 copies to the model's weights."""
     with present(optimizer):
         optimizer.reload_model_params()
 
 
 @torch.no_grad()
 def step(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> None:
-    """Clip and apply the gradients that `prepare_grads` has made ready."""
+    """Clip and apply the gradients after `prepare_grads`."""
     too_long = (grad_norm + _EPSILON) / clip_grad if 0 < clip_grad < grad_norm + _EPSILON else None
     for member in members(optimizer):
         if isinstance(member.optimizer.step, FusedStep):
@@ -173,7 +171,7 @@ def move_buffer(
 def move_storage(
     tensor: Tensor, device: torch.device, away: dict[int, int], host: HostMemory, *, keep: bool = True
 ) -> None:
-    """The part of `move_buffer` for one tensor; `keep`: its values return with it, else it is zero then."""
+    """Move one tensor for `move_buffer`; `keep`: its values return with it, otherwise it is zero then."""
     storage = tensor.untyped_storage()
     key, nbytes = storage._cdata, storage.nbytes()
     if device.type == "cpu" and nbytes:

@@ -35,7 +35,7 @@ class Passes:
     ) -> None:
         self._chunks, self._config, self._rotary = list(chunks), config, rotary
         self._layout, self._device = layout, device
-        # The all-gather dispatcher wants equally many tokens on all ranks that share experts.
+        # The all-gather dispatcher needs equally many tokens on all ranks that share experts.
         gathers = config.moe_token_dispatcher_type == "allgather" and config.expert_model_parallel_size > 1
         self._equal_over = parallel_state.get_expert_tensor_and_model_parallel_group() if gathers else None
         self._after_token = after_token  # the head reads a response token itself, not the token before it
@@ -72,11 +72,11 @@ class Passes:
             for mb in mbs:
                 if mb.positions:
                     check_engine_choices(mb, self._config)
-        # Interleaved stages take whole groups of micro-batches.
+        # Interleaved stages need whole groups of micro-batches.
         missing = -len(mbs) % self._layout.pp_size if len(self._chunks) > 1 else 0
         padded = mbs + [empty_micro_batch(mbs[0].tokens)] * missing
 
-        # All inputs cross before the schedule runs: inside it the host need not wait for the device.
+        # All inputs are copied before the schedule, in which the host never waits for the device.
         moved = [mb.to(self._device) for mb in padded]
         sent = [[(mb, self._stream(mb, routing)) for mb in moved] for _ in self._chunks]
 
@@ -87,7 +87,7 @@ class Passes:
         ) -> tuple[Tensor | TokenOutputs, Callable[..., Any]]:
             mb, stream = next(iterator)
             out = chunk(stream, call, mb)
-            # Three values, the second a token count, is how Megatron leaves a loss as it is.
+            # With three values, the second a token count, Megatron does not scale the loss.
             return out, lambda outputs: (loss_of(outputs, mb), torch.zeros((), dtype=torch.int), {})
 
         iterators = [iter(inputs) for inputs in sent]
@@ -96,7 +96,7 @@ class Passes:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._chunks if len(self._chunks) > 1 else self._chunks[0],
             num_microbatches=len(padded),
-            # Stages tell each other the shape of every tensor: packed micro-batches differ in length.
+            # Stages exchange the shape of every tensor: packed micro-batches differ in length.
             seq_length=max(mb.input_ids.shape[1] for mb in padded),
             micro_batch_size=1,
             forward_only=forward_only,

@@ -25,7 +25,7 @@ class Routes:
     """Data about this rank's T tokens, in order, that the routers of one micro-batch need."""
 
     padding: Tensor  # [T] bool
-    groups: Tensor  # [T] which set of tokens each is balanced with
+    groups: Tensor  # [T] set of tokens in which each is balanced
     group_tokens: Tensor  # [G] real tokens in each set, over all ranks of the replica
     step_tokens: float = 1.0  # real tokens of the whole optimizer step, over all replicas
     chosen: Tensor | None = None  # [T, layers, topk] experts to use; -1: the router's own choice
@@ -33,7 +33,7 @@ class Routes:
     record: Recorded | None = None  # filled by the routers where it is not None
 
     def given(self, layer: int) -> Tensor | None:
-        """[T, topk] of a layer (from 0), -1 where the router chooses itself; None: everywhere."""
+        """Return [T, topk] of a layer (from 0), -1 where the router chooses; None: it always chooses."""
         if self.replayed is not None:
             return self.replayed.get(layer)
         # Layers after the decoder's are those of MTP heads, whose experts no engine reports.
@@ -48,7 +48,7 @@ class PackedStream(PackedSeqParams):
 
     documents: PackedDocuments  # padded, of the whole stream over all context-parallel ranks
     tree: PrefixTree | None = (
-        None  # what this rank's tokens see of the gathered ones; None: no context parallelism
+        None  # gathered tokens that this rank's tokens see; None: no context parallelism
     )
     local: Tensor | None = None  # [T_local] stream positions of this rank's tokens; None: likewise
     cos: Tensor  # [T_local, 1, rotated] of this rank's tokens
@@ -65,7 +65,8 @@ class PackedStream(PackedSeqParams):
 
 
 def padded_lengths(lengths: tuple[int, ...], *, cp_size: int, token_multiple: int) -> tuple[int, ...]:
-    """Lengths that cut evenly over `cp_size` ranks, each rank's total a multiple of `token_multiple`.
+    """Return lengths that split evenly over `cp_size` ranks, with each rank's total a multiple of
+    `token_multiple`.
 
     Example: (3, 5) with cp_size=2, token_multiple=1 -> (4, 8); with cp_size=1, token_multiple=4 -> (3, 5).
     """

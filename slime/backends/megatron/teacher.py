@@ -63,14 +63,14 @@ class TeacherModel:
 
 
 def critic_args(args: Args) -> Args:
-    """Settings of a critic of another model than the policy: what flags say of that one is not about it."""
+    """Return settings of a critic of another model, for which flags about the policy's model do not apply."""
     given = args.critic_overrides.get("megatron_config", {})
     args = _for_model(args, read_hf_config(args.hf_checkpoint))
     return args.replace(megatron_config={**args.megatron_config, **given})
 
 
 def _for_model(args: Args, hf_config: Any) -> Args:
-    """`args` for a model that is not the policy: without flags that describe the policy's architecture."""
+    """Return `args` without flags that describe the policy's architecture."""
     described = architecture(hf_config)
     fields = {name: value for name, value in args.megatron_config.items() if name not in described}
     if "num_moe_experts" in family_of(hf_config).settings(hf_config):
@@ -86,7 +86,7 @@ def _for_model(args: Args, hf_config: Any) -> Args:
 
 @torch.no_grad()
 def output_matrix_of(chunks: Sequence[PackedGPTModel], device: torch.device) -> VocabSlice | None:
-    """A copy of this rank's rows of the output matrix on `device`; None on a pipeline stage without it."""
+    """Return this rank's rows of the output matrix on `device`; None on a stage without it."""
     last = chunks[-1]
     if not last.post_process:
         return None

@@ -36,7 +36,7 @@ class ParameterEntry:
 
     @property
     def exported(self) -> Tensor:
-        """The parameter as engines and folders get it."""
+        """Return the parameter in the form that engines and folders get."""
         if self.added is None:
             return self.parameter.detach()
         return (self.parameter.float() + self.added()).to(self.parameter.dtype)
@@ -57,7 +57,7 @@ class ParameterPiece:
         return torch.Size(self.shape).numel()
 
     def wire(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype it is exported in when `dtype` is asked for."""
+        """Return the dtype of the export if `dtype` is requested."""
         return self.dtype if dtype is None or self.kind == "exact" else dtype
 
 
@@ -87,9 +87,9 @@ class SharedOut:
     def stage_buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
         """The buckets of this rank's own pipeline stage, on the ranks of that stage alone.
 
-        All ranks call it together; then each stage goes through its buckets in its own time.
+        All ranks call it together; then each stage goes through its buckets independently.
         """
-        # Not in the generator: stages that begin later must be there when the pieces are gathered.
+        # Not in the generator: stages that start later must take part when the pieces are gathered.
         pieces = self.pieces()[parallel_state.get_pipeline_model_parallel_rank()]
         return self._own_buckets(_grouped(pieces, bucket_bytes, dtype), dtype)
 
@@ -131,7 +131,7 @@ class SharedOut:
     def _over_shards(
         self, pieces: list[ParameterPiece], parameters: list[Tensor], dtype: torch.dtype | None
     ) -> Tensor:
-        """[ranks, count]: one all-gather over the ranks of the stage that share these parameters."""
+        """Return [ranks, count]: one all-gather over the ranks of the stage that share these parameters."""
         group = _sharing_group(pieces)
         flat = torch.cat([p.to(pieces[0].wire(dtype)).flatten() for p in parameters])
         parts = [torch.empty_like(flat) for _ in range(group.size())]
@@ -171,8 +171,8 @@ class HubWeights(SharedOut):
         tied: bool,
         scalar_seed: int | None = None,
     ) -> None:
-        """`scalar_seed`: the model has a scalar head, drawn from this seed where a folder holds none."""
-        self._family, self._dims, self._scalar_seed = family, dims, scalar_seed  # read by `_entries_of`
+        """`scalar_seed`: the model has a scalar head, drawn from this seed if a folder has none."""
+        self._family, self._dims, self._scalar_seed = family, dims, scalar_seed  # `_entries_of` reads it
         self._tied = tied and scalar_seed is None
         self._rules = family.all_rules
         entries = [entry for chunk in chunks for entry in self._entries_of(chunk)]
@@ -194,7 +194,7 @@ class HubWeights(SharedOut):
                 "expert": found.get("expert", 0) + first_expert,
             }
             numbers |= {"head": head, "beyond": self._dims.layers + head}
-            # Where there are MTP heads, the last pipeline stage holds the embedding too.
+            # With MTP heads, the last pipeline stage also holds the embedding.
             copy = name == "output_layer.weight" and self._tied
             copy = copy or (name == "embedding.word_embeddings.weight" and not chunk.pre_process)
             hub = ("model.embed_tokens.weight",) if copy else tuple(n.format(**numbers) for n in rule.hub)
@@ -213,7 +213,7 @@ class HubWeights(SharedOut):
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Untrained tensors that belong to the weights; copies of the weights must include them."""
+        """Return untrained tensors that belong to the weights; copies of the weights must include them."""
         return [entry.parameter for entry in self.entries if not isinstance(entry.parameter, nn.Parameter)]
 
     # -- in --------------------------------------------------------------------------------------------------
@@ -260,15 +260,15 @@ class HubWeights(SharedOut):
                 f"{len(wanted - present)} tensors are missing: {listed(sorted(wanted - present))}"
             )
         if extra:
-            problems.append(f"{len(extra)} tensors have no place in the model: {listed(sorted(extra))}")
+            problems.append(f"{len(extra)} tensors are not in the model: {listed(sorted(extra))}")
         if problems:
             raise ValueError(
-                f"{path} does not hold a {self._family.model_type} as its config says. {'; '.join(problems)}."
+                f"{path} does not match its config ({self._family.model_type}). {'; '.join(problems)}."
             )
 
 
 def _sharing_group(pieces: list[ParameterPiece]) -> dist.ProcessGroup:
-    """The ranks of a pipeline stage over which these parameters, all experts' or none, are spread."""
+    """Return the ranks of a stage over which these parameters (all experts' or none) are spread."""
     if pieces[0].is_expert:
         return parallel_state.get_expert_tensor_and_model_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -286,7 +286,7 @@ def _shards(rule: Rule) -> tuple[int, int]:
 def _grouped(
     pieces: list[ParameterPiece], bucket_bytes: int, dtype: torch.dtype | None
 ) -> Iterator[list[ParameterPiece]]:
-    """Runs of pieces of one sharing group and dtype that fit the limit when gathered (a larger one alone)."""
+    """Yield runs of pieces of one group and dtype within the limit when gathered (a larger one alone)."""
     group: list[ParameterPiece] = []
     size = 0
     for piece in pieces:

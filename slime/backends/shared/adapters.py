@@ -13,14 +13,13 @@ from torch import Tensor
 from slime.arguments import Args
 from slime.utils.files.safetensors_files import write_tensors
 
-NAME = "default"  # what peft calls an adapter that was given no other name
+NAME = "default"  # peft's default name of an adapter
 ALL_LINEAR = ["all-linear"]
 
 
 def first_factor(layer: str, shape: tuple[int, int], seed: int) -> Tensor:
-    """The whole first factor at the start, drawn from --seed and the layer's name alone.
-
-    The second is zero, so that the model starts as it was, whichever ranks hold which part.
+    """Return the whole first factor at the start, drawn from --seed and the layer's name alone. The second is
+    zero, so that the model starts unchanged, whichever ranks hold which part.
     """
     digest = hashlib.sha256(f"{seed} {layer}.lora_A.{NAME}.weight".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -28,7 +27,7 @@ def first_factor(layer: str, shape: tuple[int, int], seed: int) -> Tensor:
 
 
 def saved_name(layer: str, factor: str) -> str:
-    """The name that peft saves a factor of a layer's adapter under."""
+    """Return the name under which peft saves a factor of a layer's adapter."""
     return f"base_model.model.{layer}.{factor}.weight"
 
 

@@ -25,13 +25,13 @@ def _add(  # type: ignore[no-untyped-def]  # Triton reads annotations, and point
 
 
 def add_(total: Tensor, part: Tensor, *, empty: bool = False) -> None:
-    """total += part, of one shape and both contiguous. `empty`: `total` is zero, and is not read."""
+    """Add `part` to `total`, of one shape and both contiguous. `empty`: `total` is zero, and is not read."""
     add_rows_(total.view(1, -1), part, empty=empty)
 
 
 def add_rows_(total: Tensor, part: Tensor, *, empty: bool = False) -> None:
-    """total += part: `part` contiguous, `total` too but for the distance between the members of its first
-    dimension. `empty` as in `add_`.
+    """Add `part` (contiguous) to `total`, which may have any stride in its first dimension. `empty` as in
+    `add_`.
     """
     rows, size = len(total), total[0].numel()
     grid = (triton.cdiv(size, _BLOCK), rows)

@@ -15,7 +15,7 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _ENUMERATIONS = frozenset(
     {(f"{_PARTS}metadata", "_MEM_FORMAT_ENCODING"), (f"{_PARTS}planner", "WriteItemType")}
 )
-# Values that say what lies where, and their kinds; none does anything when it is made.
+# Classes of the metadata of checkpoints; creating one has no side effects.
 _NAMES_OF_METADATA = frozenset(
     {
         *((f"{_PARTS}metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
@@ -57,12 +57,12 @@ def plain_errors() -> Iterator[None]:
 
 @contextmanager
 def unreadable_named(path: Path) -> Iterator[None]:
-    """Whatever a reader stumbles over in a damaged file: one error that names the file or folder.
+    """Turn any error of a reader in a damaged file into one that names the file or folder.
 
-    Nothing in the folder is run: its metadata may hold what torch writes there, and the rest is plain values.
+    No code in the folder is run: its metadata may contain torch's own classes, and the rest plain values.
     """
     try:
-        # Libraries that ask torch to read files with any code in them get plain values, or an error.
+        # Libraries that let torch run code from files get plain values, or an error.
         with plain_errors(), mock.patch.dict(os.environ, {_SAFE_ONLY: "1"}):
             _refuse_code(path / _METADATA)
             yield

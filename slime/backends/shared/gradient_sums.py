@@ -7,9 +7,9 @@ _LARGE = 1 << 23
 
 
 def add_gradient_(total: Tensor, part: Tensor, *, empty: bool = False) -> None:
-    """total += part, by the quicker kernel where it is worth its start. `empty`: `total` is zero."""
+    """Add `part` to `total`, by the faster kernel if it is worth its launch. `empty`: `total` is zero."""
     fits = total.is_cuda and total.dtype == torch.float32 and total.is_contiguous() and part.is_contiguous()
-    # Large enough that the device adds longer than the host takes to start a kernel of Python's.
+    # So large that the addition takes longer than launching a kernel from Python.
     if fits and total.numel() >= _LARGE:
         from slime.backends.shared import add_kernel  # Triton, which CPU machines need not have
 

@@ -26,7 +26,7 @@ from slime.utils.models.model_config import block_size_of
 
 logger = logging.getLogger(__name__)
 
-# The tokenizer, and the code of a model that brings its own: its configuration names the modules.
+# Files of the tokenizer, and of a model's own code, whose modules its configuration names.
 _BESIDE_WEIGHTS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.*", "*processor_config.json", "*.py"),
@@ -37,7 +37,7 @@ _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 def dtype_of(source: str) -> torch.dtype:
-    """The dtype in which the model of a folder or hub id was saved."""
+    """Return the dtype in which the model of a folder or hub id was saved."""
     # Heavy import, only needed where a model is saved.
     from transformers import AutoConfig
 
@@ -71,7 +71,7 @@ def save(
             files.append(_write_bucket(temporary / f"part-{len(files)}", heads))
         _name_files(temporary, files)
         config.dtype = dtype
-        # What is written here is not quantised, whatever the source is.
+        # The saved weights are never quantised, even if the source is.
         config.__dict__.pop("quantization_config", None)
         if scalar:
             config.num_labels = 1
@@ -92,7 +92,7 @@ def _write_bucket(file: Path, bucket: Bucket) -> dict[str, int]:
 
 
 def _name_files(folder: Path, files: list[dict[str, int]]) -> None:
-    """One file is model.safetensors; several get numbers and an index."""
+    """Name the files: one is model.safetensors; several get numbers and an index."""
     if len(files) == 1:
         (folder / "part-0").rename(folder / SINGLE)
         return
@@ -137,7 +137,7 @@ def is_mtp_head(name: str, num_layers: int) -> bool:
 
 
 def unbuilt_heads(source: str, config: Any, written: Iterable[str], dtype: torch.dtype) -> Bucket:
-    """Tensors of such parts of `source` that are not among those `written`, as `dtype`.
+    """Yield tensors of unbuilt parts of `source` that were not `written`, as `dtype`.
 
     Without them the config of a saved folder would name tensors that the folder does not contain.
     """
@@ -152,7 +152,7 @@ def unbuilt_heads(source: str, config: Any, written: Iterable[str], dtype: torch
             continue
         if block is not None and (scale := tensors.get(name + SCALE_SUFFIX)) is not None:
             tensor = dequantize_blocks(tensor, scale, block, dtype)
-        # Hub checkpoints keep this bias in fp32: its last bits decide which experts are chosen.
+        # Hub checkpoints keep this bias in fp32, because its last bits decide the choice of experts.
         keeps = not tensor.is_floating_point() or name.endswith("e_score_correction_bias")
         found.append((name, tensor if keeps else tensor.to(dtype)))
     if found:

@@ -22,16 +22,16 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._places: dict[Any, Tensor] = {}
-        self._block: Tensor | None = None  # what is left of the newest block
+        self._block: Tensor | None = None  # free part of the newest block
 
     def move_model(self, model: nn.Module, place: torch.device) -> None:
-        """Like `model.to(place)`."""
+        """Move the model like `model.to(place)`."""
         model._apply(
             lambda tensor: self.move(tensor if isinstance(tensor, nn.Parameter) else None, tensor, place)
         )
 
     def move_state(self, optimizer: torch.optim.Optimizer, place: torch.device) -> None:
-        """Every tensor of the optimizer's state."""
+        """Move every tensor of the optimizer's state."""
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):
@@ -43,7 +43,7 @@ class HostMemory:
         if place.type != "cpu" or key is None:
             return tensor.to(place, non_blocking=place.type != "cpu")
         if isinstance(tensor, DTensor):
-            # What `DTensor.to` returns: this rank's part elsewhere, under the mesh of its device.
+            # Like `DTensor.to`: this rank's part in another place, under the mesh of its device.
             kept = self.keep(key, tensor._local_tensor)
             return DTensor(kept, tensor._spec, requires_grad=tensor.requires_grad)
         return self.keep(key, tensor)
@@ -56,17 +56,17 @@ class HostMemory:
 
     @torch.no_grad()
     def give_back_storage(self, key: Any, storage: torch.UntypedStorage) -> None:
-        """Copy what `keep_storage` kept back into a storage of the same size."""
+        """Copy what `keep_storage` stored back into a storage of the same size."""
         for number, piece in enumerate(_pieces(storage)):
             piece.copy_(self._places[key, number], non_blocking=True)
 
     @torch.no_grad()
     def keep(self, key: Any, tensor: Tensor) -> Tensor:
-        """A copy in host memory, in this key's place; from a GPU it is there after a synchronisation."""
+        """Copy a tensor to host memory under a key; from a GPU, it is complete after a synchronisation."""
         return self.place(key, tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
     def place(self, key: Any, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for such a tensor, with whatever this key's place holds."""
+        """Return host memory for such a tensor; it holds the last copy under this key."""
         place = self._places.get(key)
         if place is None or place.shape != shape or place.dtype != dtype:
             nbytes = torch.Size(shape).numel() * dtype.itemsize
@@ -89,11 +89,11 @@ def _pieces(storage: torch.UntypedStorage) -> tuple[Tensor, ...]:
 
 
 def lock_ahead(nbytes: int, block_bytes: int, between: Callable[[], object]) -> None:
-    """Page-lock memory before it is needed: torch gives these blocks to whoever asks next.
+    """Page-lock memory before it is needed: torch gives these blocks to the next allocations.
 
     Locking a gigabyte takes about half a second, in which no other thread of the process reaches the device;
-    `between`, called after each block, gives others a turn. If it were most of the machine's free memory,
-    nothing is locked: whoever needs it asks for it, and fails with an error of its own.
+    `between`, called after each block, gives others a turn. If this were most of the machine's free memory,
+    nothing is locked: a later allocation then fails with its own error.
     """
     if nbytes > _MOST_OF_FREE * psutil.virtual_memory().available:
         return

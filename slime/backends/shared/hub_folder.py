@@ -43,7 +43,7 @@ class CheckpointFolder:
         return torch.Size(self._stored(name).get_shape())
 
     def read(self, name: str, region: tuple[slice, ...] | None = None) -> Tensor:
-        """Return a tensor, or a region of it; FP8 values in blocks become what they stand for, in fp32."""
+        """Return a tensor, or a region of it; FP8 blocks are converted to fp32."""
         region = region or tuple(slice(0, size) for size in self.shape(name))
         tensor: Tensor = self._stored(name)[region]
         if self._block is not None and name + SCALE_SUFFIX in self._files:
@@ -66,6 +66,6 @@ class CheckpointFolder:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of many names, for a message."""
+    """Return the first of many names, for a message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -6,7 +6,7 @@ from slime.arguments import Args
 
 
 def learning_rate(args: Args, step: int, decay_steps: int | None) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up to --lr, then decay to --min-lr."""
+    """Return the rate of optimizer step `step` (from 0): linear warm-up to --lr, then decay to --min-lr."""
     warmup = args.lr_warmup_iters or round((args.lr_warmup_fraction or 0.0) * (decay_steps or 0))
     if step < warmup:
         return args.lr * (step + 1) / warmup

@@ -19,10 +19,10 @@ TokenInputs = Mapping[str, Sequence[Tensor]]  # by name: for each sample of the 
 def build_micro_batch(
     batch: RolloutBatch, positions: Sequence[int], tokens: TokenInputs | None = None, *, replay: bool = False
 ) -> MicroBatch:
-    """The samples at `positions` as one packed stream; `tokens` are values per response token to carry along.
+    """Build one packed stream from the samples at `positions`; `tokens`: further values per response token.
 
-    `replay`: with the experts that the engine chose. The ids that it drew tokens from come along wherever
-    they were recorded. No positions: a two-token stream whose one target has mask 0, so that a rank without
+    `replay`: with the experts that the engine chose. The ids from which it drew tokens are included if they
+    were recorded. No positions: a two-token stream whose one target has mask 0, so that a rank without
     samples runs the same passes.
     """
     if not positions:
@@ -78,7 +78,7 @@ def _media(batch: RolloutBatch, positions: Sequence[int]) -> tuple[Mapping[str, 
 
 
 def _routed_experts(batch: RolloutBatch, positions: Sequence[int]) -> Tensor:
-    """[T, layers, topk]: an engine never runs a sample's last token, which gets -1."""
+    """Return [T, layers, topk]; an engine never computes a sample's last token, which gets -1."""
     parts = []
     for position in positions:
         routed = batch["routed_experts"][position].to(torch.int32)
@@ -92,7 +92,7 @@ def _routed_experts(batch: RolloutBatch, positions: Sequence[int]) -> Tensor:
 
 
 def split_by_sample(values: Tensor, micro_batch: MicroBatch) -> list[Tensor]:
-    """Flat per-token values [R] -> one tensor [R_i] per sample of the micro-batch."""
+    """Split flat per-token values [R] into one tensor [R_i] per sample of the micro-batch."""
     return list(torch.split(values, list(micro_batch.response_lengths)))
 
 
@@ -107,7 +107,7 @@ def by_sample(mbs: Sequence[MicroBatch], outputs: Sequence[dict[str, Tensor]]) -
 
 
 def empty_micro_batch(token_names: Iterable[str]) -> MicroBatch:
-    """A micro-batch of weight zero, with the same names among its tokens."""
+    """Build a micro-batch of weight zero, with the same names among its tokens."""
     zero = torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
         input_ids=torch.zeros(1, 2, dtype=torch.int64),

@@ -43,13 +43,13 @@ def needs_critic(args: Flags) -> bool:
 
 
 def critic_settings(args: Args) -> Args:
-    """`args` as the critic's model, optimizer and schedule read them."""
+    """Return `args` with the settings of the critic's model, optimizer and schedule."""
     settings = copy.copy(args)
     own, model = args.critic_load, args.critic_overrides.get("hf_checkpoint")
     fields = {**args.megatron_config, **args.critic_overrides.get("megatron_config", {})}
     vars(settings).update(args.critic_overrides)
     vars(settings).update(
-        # A checkpoint of Megatron's holds weights alone.
+        # A checkpoint of Megatron contains only weights.
         hf_checkpoint=model or (args.hf_checkpoint if own is None or is_torch_dist(own) else own),
         start_from=own or model or args.start_from,
         megatron_config=fields,
@@ -59,7 +59,7 @@ def critic_settings(args: Args) -> Args:
         lr_warmup_iters=args.critic_lr_warmup_iters,
         lr_warmup_fraction=None,
         clip_grad=args.critic_overrides.get("clip_grad", 1.0),
-        # Copies of older weights are the policy's.
+        # Only the policy has copies of older weights.
         ref_update_interval=None,
         keep_old_actor=False,
     )
@@ -67,6 +67,6 @@ def critic_settings(args: Args) -> Args:
 
 
 def moving_copies(args: Args) -> tuple[str, ...]:
-    """Tags of the copies that change during the run, which a checkpoint has to store."""
+    """Return tags of copies that change during the run, which a checkpoint has to store."""
     reference = ("ref",) if args.ref_update_interval else ()
     return (*reference, *(OLD_POLICIES if args.keep_old_actor else ()))

@@ -26,7 +26,7 @@ class MomentFormat:
     dtype: torch.dtype
     mantissa: int  # bits
     top: int | None = None  # the largest number of a block is at most 2**top; None: the range of float32
-    smallest: float = 0.0  # above zero, of a scaled number
+    smallest: float = 0.0  # smallest scaled number above zero
 
 
 FORMATS = {
@@ -42,13 +42,13 @@ def blocks_of(count: int) -> int:
 
 
 def pack(values: Tensor, kept: MomentFormat, *, second: bool, generator: torch.Generator) -> list[Tensor]:
-    """Numbers [n] in the format, and where that has scales the exponent of each block [ceil(n / 256)]."""
+    """Convert numbers [n] to the format; return also the exponents of blocks [ceil(n / 256)], if any."""
     if kept.top is None:
         return [_round(values, kept, generator).to(kept.dtype)]
     numbers = values.sqrt() if second else values
     blocks = F.pad(numbers, (0, -len(numbers) % BLOCK)).view(-1, BLOCK)
     largest = torch.frexp(blocks.abs().amax(1))
-    # The power of two that the largest number is not above, so that it stays the same when it is reached.
+    # The smallest power of two that the largest number does not exceed, so that packing is idempotent.
     exponents = largest.exponent - (largest.mantissa == 0.5).int() - kept.top
     exponents = exponents.clamp(min=_SMALLEST_EXPONENT)
     scaled = _round(blocks * _power(-exponents), kept, generator)
@@ -59,7 +59,7 @@ def pack(values: Tensor, kept: MomentFormat, *, second: bool, generator: torch.G
 
 
 def unpack(parts: list[Tensor], *, second: bool) -> Tensor:
-    """The numbers [n] in float32."""
+    """Return the numbers [n] in float32."""
     numbers = parts[0].float()
     if len(parts) == 1:
         return numbers
@@ -70,12 +70,12 @@ def unpack(parts: list[Tensor], *, second: bool) -> Tensor:
 
 
 def _power(exponents: Tensor) -> Tensor:
-    """2 to the power of each, exactly, as a column."""
+    """Return 2 to the power of each, exactly, as a column."""
     return ((exponents + 127) << _MANTISSA).view(torch.float32)[:, None]
 
 
 def _round(values: Tensor, kept: MomentFormat, generator: torch.Generator) -> Tensor:
-    """Float32 numbers with no more bits than the format has: up or down, by chance, right on average."""
+    """Round float32 numbers to the format's bits, up or down at random, so that the mean is unbiased."""
     spare = _MANTISSA - kept.mantissa
     noise = torch.randint(
         0, 1 << spare, values.shape, dtype=torch.int32, device=values.device, generator=generator

@@ -25,7 +25,7 @@ class OldPolicy:
         self._numbers: dict[str, int] = {}
 
     def note_push(self, number: int) -> None:
-        """Engines got the live weights as version `number`."""
+        """Record that engines got the live weights as version `number`."""
         if NEWEST in self._numbers:
             self._backend.copy_weights(NEWEST, BEFORE)
             self._numbers[BEFORE] = self._numbers[NEWEST]
@@ -59,14 +59,14 @@ class OldPolicy:
         """The tag of the weights that sampled the batch; "actor": the live ones (version `current`)."""
         if "versions" not in batch:
             raise ValueError(
-                "--keep-old-actor: the samples do not say which weights made them; use an engine that does."
+                "--keep-old-actor: the samples have no weight version; use an engine that reports it."
             )
         sums = torch.zeros(2, dtype=torch.float64)
         for versions, mask in zip(batch["versions"], batch["loss_masks"], strict=True):
             chosen = versions[(mask != 0) & (versions >= 0)].double()
             sums += torch.stack([chosen.sum(), torch.tensor(float(len(chosen)))])
         total, count = self._backend.sum_over_ranks(sums).tolist()
-        # Of a batch that spans versions, the one in the middle: the others are as far from it as they can be.
+        # For a batch of several versions, the median version, which is closest to all others.
         number = round(total / max(count, 1.0))
         if number == current:
             return "actor"

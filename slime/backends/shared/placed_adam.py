@@ -22,9 +22,9 @@ from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.moment_formats import BLOCK, FORMATS, blocks_of, pack, unpack
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_PIECE = 1 << 23  # numbers that pass through the device at a time; a multiple of what shares a scale
-_SLOTS = 3  # pieces on the device: one coming, one in work, one leaving
-_SCALES = "_scales"  # after a moment's name: the exponents of its blocks
+_PIECE = 1 << 23  # numbers on the device at a time; a multiple of the block that shares a scale
+_SLOTS = 3  # pieces on the device: one is loaded, one updated, one written back
+_SCALES = "_scales"  # suffix of a moment's name: the exponents of its blocks
 _PRIMES = (1_000_003, 7_368_787)
 
 
@@ -55,7 +55,7 @@ class PlacedAdamW(torch.optim.Optimizer):
     ) -> None:
         """`staged`: use the transfer path on a CPU as well, which tests need."""
         super().__init__([torch.empty(0)], {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, **defaults})
-        # Not through `add_param_group`, which refuses views, as the shards of Megatron's buffers are.
+        # Not through `add_param_group`, which refuses views, such as the shards of Megatron's buffers.
         self.param_groups = list(groups)
         for group, (name, value) in itertools.product(self.param_groups, self.defaults.items()):
             group.setdefault(name, value)
@@ -112,7 +112,7 @@ class PlacedAdamW(torch.optim.Optimizer):
                 self._update_packed(group, flat[piece], gradients[piece], here, step, seed)
 
     def _piece(self, state: dict[str, Tensor], name: str, start: int) -> list[Tensor]:
-        """Part of a moment: its numbers, and the exponents of its blocks where it has them."""
+        """Return a part of a moment: its numbers, and the exponents of its blocks if it has them."""
         found = [state[name].view(-1)[start : start + _PIECE]]
         if name + _SCALES in state:
             first = start // BLOCK
@@ -142,7 +142,7 @@ class PlacedAdamW(torch.optim.Optimizer):
     # -- the state -------------------------------------------------------------------------------------------
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter, which starts as zeros."""
+        """Return the state of a parameter, which starts as zeros."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -163,7 +163,7 @@ class PlacedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def park(self, copies: Iterable[Tensor]) -> None:
-        """Keep fp32 copies of weights in host memory too, where their moments are: only steps need them."""
+        """Keep fp32 copies of weights in host memory, too, next to their moments: only steps need them."""
         self.parked = frozenset(p for p in copies if p.numel() and self._passes_through(p))
         self._park()
 
@@ -177,9 +177,9 @@ class PlacedAdamW(torch.optim.Optimizer):
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Inside, parameters that are parked have memory and values on the device, and may be changed."""
+        """Keep parked parameters on the device with their values within this block; they may be changed."""
         if all(parameter.untyped_storage().nbytes() for parameter in self.parked):
-            yield  # also where this is entered a second time
+            yield  # also if this block is nested
             return
         with torch.no_grad():
             for parameter in self.parked:
@@ -199,7 +199,7 @@ class PlacedAdamW(torch.optim.Optimizer):
 
     @contextmanager
     def plain_state(self) -> Iterator[None]:
-        """Inside, all moments are in float32, under the names of torch's AdamW, and may be written into."""
+        """Provide all moments in float32 within this block, under torch's names; they may be written to."""
         kept = {p: dict(state) for p, state in self.state.items() if state}
         packed = [name for name, own in self.formats.items() if own.dtype != torch.float32]
         for parameter, state in kept.items():
@@ -217,12 +217,12 @@ class PlacedAdamW(torch.optim.Optimizer):
                 self.state[parameter] = {**state, "step": given["step"]}
 
     def _whole(self, parameter: Tensor, state: dict[str, Tensor], name: str) -> Tensor:
-        """A moment in float32, in host memory: that of the device may not have room for it."""
+        """Return a moment in float32, in host memory, because the device may not have room for it."""
         parts = [state[key].view(-1).cpu() for key in (name, name + _SCALES) if key in state]
         return unpack(parts, second=name == MOMENTS[1]).view(local(parameter).shape)
 
     def _keep(self, state: dict[str, Tensor], name: str, values: Tensor) -> None:
-        # What comes from a checkpoint of fp32 moments is rounded; what was of this format stays as it is.
+        # Moments from an fp32 checkpoint are rounded; moments that were saved from this format are unchanged.
         generator = torch.Generator().manual_seed(0)
         parts = pack(
             values.reshape(-1).cpu(), self.formats[name], second=name == MOMENTS[1], generator=generator
@@ -287,12 +287,12 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_on_its_device(step: Tensor, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """A fused AdamW counts on the parameters' device, the others on the host."""
+    """Put the step on the parameters' device for a fused AdamW, else on the host."""
     return step.to(parameter.device if group.get("fused") else "cpu")
 
 
 def _first_share(parameters: list[Tensor], share: float) -> frozenset[Tensor]:
-    """The first parameters that together have this share of all numbers; all of them if it is 1."""
+    """Return the first parameters that together have this share of all numbers; all of them if it is 1."""
     chosen, left = [], share * sum(local(p).numel() for p in parameters)
     for parameter in parameters:
         if left <= 0:
@@ -303,7 +303,7 @@ def _first_share(parameters: list[Tensor], share: float) -> frozenset[Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a (possibly sharded) tensor."""
+    """Return this rank's part of a (possibly sharded) tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -315,7 +315,7 @@ class _Slot:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.left: torch.cuda.Event | None = None  # when what was in it last is in host memory
+        self.left: torch.cuda.Event | None = None  # when its last content is in host memory
 
     def room_for(self, moments: list[list[Tensor]]) -> list[list[Tensor]]:
         found, start = [], 0
@@ -366,7 +366,7 @@ class _Transfers:
         return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
     def finish(self) -> None:
-        """Wait until all is in host memory; then the slots' memory may be given to others too."""
+        """Wait until all copies are in host memory; then the slots' memory may be reused."""
         if self._outward is not None:
             self._outward.synchronize()
 

@@ -7,5 +7,5 @@ HEAD = "score.weight"  # its name in a folder of transformers' sequence classifi
 
 
 def draw_head(hidden_size: int, seed: int) -> Tensor:
-    """[1, H] fp32 on CPU: the same numbers on every rank and in every trainer."""
+    """Draw [1, H] fp32 on CPU: the same numbers on every rank and in every trainer."""
     return torch.empty(1, hidden_size).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from slime.arguments import Args
 
-Named = Sequence[tuple[tuple[str, ...], Tensor]]  # this rank's parameters, and the names of what each holds
+Named = Sequence[tuple[tuple[str, ...], Tensor]]  # this rank's parameters, and the hub names in each
 
 
 def freeze(args: Args, named: Named) -> None:
-    """Freeze the parameters that the two flags leave out or name; before the optimizer is built."""
+    """Freeze the parameters that the two flags exclude; called before the optimizer is built."""
     only = args.only_train_params_name_list
     patterns = only or args.freeze_params_name_list
     if not patterns:
@@ -40,7 +40,7 @@ def _matches(flag: str, patterns: Sequence[str], names: tuple[str, ...]) -> bool
 
 
 def _check_patterns(flag: str, patterns: Sequence[str], named: Named) -> None:
-    """A pattern must match a name on some rank; every rank refuses the same one."""
+    """Require that each pattern matches a name on some rank; every rank refuses the same one."""
     own: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(own, [name for names, _ in named for name in names])
     known = [name for names in own for name in names]

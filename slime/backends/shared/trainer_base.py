@@ -61,13 +61,13 @@ class TrainBackend(ABC):
     """
 
     device: torch.device
-    compute_dtype: torch.dtype  # of the passes; results and master weights are fp32
+    compute_dtype: torch.dtype  # dtype of the passes; results and master weights are fp32
     layout: Layout  # this and the next three are set by the subclass
     data_group: dist.ProcessGroup | None  # the data-parallel ranks
     copies: WeightCopies
-    optimizer: Any  # of torch, or Megatron's own
+    optimizer: Any  # torch's optimizer, or Megatron's
 
-    hf_config: Any  # of transformers
+    hf_config: Any  # config of transformers
     state_folder = ""  # in a checkpoint: where weights and moments are
 
     def __init__(self, args: Args, *, rank: int, device: torch.device, role: str) -> None:
@@ -88,7 +88,7 @@ class TrainBackend(ABC):
         torch.distributed must be initialised. `random_weights`: only the config is read, as speed tests do.
         `place`: rank, number of ranks and device.
         """
-        build: Any = cls  # each trainer's own constructor takes these
+        build: Any = cls  # the constructors of all trainers take these
         trainer: Self = build(args, random_weights=random_weights, **place)
         if needs_reference(args):
             trainer.load_model(args.ref_load or trainer.hf_checkpoint, weights="ref")
@@ -105,7 +105,7 @@ class TrainBackend(ABC):
         return critic_settings(args)
 
     def expect_steps(self, num_steps: int) -> None:
-        """Set the optimizer steps of the run, where its data decides them (--num-epoch), for schedules."""
+        """Set the number of optimizer steps for schedules, if the data decides it (--num-epoch)."""
         for model in (self, self.critic):
             if model is not None:
                 model.decay_steps = model.decay_steps or num_steps
@@ -113,7 +113,7 @@ class TrainBackend(ABC):
     def change_setting(self, name: str, value: float) -> None:
         """Change a setting of the actor from the next step on: `lr` or `rollout_temperature`."""
         assert hasattr(self.args, name), f"there is no setting {name}"
-        changed = copy.copy(self.args)  # other objects may hold the original args
+        changed = copy.copy(self.args)  # other objects may refer to the original args
         vars(changed)[name] = value
         self.args = changed
 
@@ -136,12 +136,12 @@ class TrainBackend(ABC):
         return TokenLists(found["log_probs"], found.get("entropy"), found.get("extra"))
 
     def values(self, mbs: list[MicroBatch]) -> list[Tensor]:
-        """The critic's value of every response token, [R_i] fp32 on the CPU."""
+        """Return the critic's value of every response token, [R_i] fp32 on the CPU."""
         return self._own_critic()._outputs(mbs, LIVE)["values"]
 
     @abstractmethod
     def _outputs(self, mbs: list[MicroBatch], weights: str, **options: Any) -> dict[str, list[Tensor]]:
-        """Each kind of output by sample, in the order of the batch."""
+        """Return each kind of output by sample, in the order of the batch."""
 
     # -- optimizer steps -------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class TrainBackend(ABC):
         if bad or not math.isfinite(grad_norm):
             raise NonFiniteStepError(
                 f"optimizer step {self.step} was not applied: {', '.join([*bad, f'grad_norm={grad_norm}'])}. "
-                "The weights are those before the step; lower --lr or look for extreme log-probs or rewards "
+                "The weights are those before the step; lower --lr or check for extreme log-probs or rewards "
                 "in this batch."
             )
         started = time.perf_counter()
@@ -209,7 +209,7 @@ class TrainBackend(ABC):
         """Note what decides the operations of a pass: the model's sizes, and which weights train."""
         shape = ModelShape.from_hf_config(config)
         body = ModelShape(shape.matrices - shape.output, shape.attention)
-        self._shape = body if self.is_scalar else shape  # a head of one number costs next to nothing
+        self._shape = body if self.is_scalar else shape  # the cost of a scalar head is negligible
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
         trained = sum(size for size, trains in sizes if trains)
         self._trained_share = trained / max(1, sum(size for size, _ in sizes))
@@ -243,7 +243,7 @@ class TrainBackend(ABC):
         if not is_checkpoint(path):
             self.load_hf(path, weights=weights)
             return
-        # Before reading; each rank checks its share of the files.
+        # Before loading; each rank checks its share of the files.
         check_trainer_folder(Path(path), share=(dist.get_rank(), dist.get_world_size()))
         with self.copies.filling(weights):
             self._check_model(Path(path))
@@ -276,13 +276,13 @@ class TrainBackend(ABC):
         self.copies.copy(src, dst)
 
     def export(self, dtype: torch.dtype | None = None, *, weights: str = LIVE) -> Iterator[Bucket]:
-        """Buckets of (hub name, full tensor); a collective. Tensors are valid until the next bucket."""
+        """Yield buckets of (hub name, full tensor); a collective. Tensors are valid until the next bucket."""
         with self.copies.active(weights):
             yield from self._buckets(self.args.update_weight_buffer_size, dtype)
 
     @abstractmethod
     def _buckets(self, bucket_bytes: int, dtype: torch.dtype | None) -> Iterator[Bucket]:
-        """The weights that the live model holds now."""
+        """Yield the current weights of the live model."""
 
     @abstractmethod
     def export_stage(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
@@ -293,11 +293,11 @@ class TrainBackend(ABC):
 
     @abstractmethod
     def output_matrix(self, weights: str) -> OutputMatrix | None:
-        """The output matrix of the weights with that tag; None on a rank whose pipeline stage has no head."""
+        """Return the output matrix of the weights with that tag; None on a stage without a head."""
 
     @abstractmethod
     def export_adapter(self, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """Buckets of (peft's name, full tensor) of the adapters alone; a collective."""
+        """Yield buckets of (peft's name, full tensor) of the adapters alone; a collective."""
 
     @abstractmethod
     def _adapter_names(self) -> Iterable[str]: ...
@@ -326,7 +326,7 @@ class TrainBackend(ABC):
     def save(self, path: str | Path) -> dict[str, Any]:
         """Write weights, optimizer (unless --no-save-optim), schedule position and random state into `path`.
 
-        A critic has a folder of its own in it, and so have copies that move. Returns the manifest. With
+        A critic and changing copies have sub-folders of their own. Returns the manifest. With
         --async-save the state is only copied, see `finish_save`.
         """
         path, with_optimizer = Path(path), not self.args.no_save_optim
@@ -421,7 +421,7 @@ class TrainBackend(ABC):
     def move(
         self, *, params: str | torch.device | None = None, optimizer: str | torch.device | None = None
     ) -> None:
-        """Put parameters and optimizer state on a device; None leaves them. Nothing to do on a CPU."""
+        """Move parameters and optimizer state to a device; None leaves them. Does nothing on a CPU."""
         if self.device.type == "cpu":
             return
         if self.critic is not None:

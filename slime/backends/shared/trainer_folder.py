@@ -26,7 +26,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read `trainer.json`; raise ValueError if it is missing or of another format."""
     file = path / MANIFEST
     if not file.is_file():
-        raise ValueError(f"{path} is no trainer checkpoint: {MANIFEST} is missing.")
+        raise ValueError(f"{path} is not a trainer checkpoint: {MANIFEST} is missing.")
     with unreadable_named(file):
         manifest = json.loads(file.read_text())
         version = manifest["format_version"]
@@ -36,7 +36,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_optimizer(manifest: dict[str, Any], optimizer: str, path: Path) -> None:
-    """ValueError where the saved moments are missing, or of another optimizer."""
+    """Raise ValueError if the saved moments are missing, or belong to another optimizer."""
     if manifest["optimizer"] is None:
         raise ValueError(
             f"checkpoint {path} was saved without optimizer state: resume with --no-load-optim, or take only "

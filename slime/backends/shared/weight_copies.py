@@ -22,7 +22,7 @@ class WeightCopies:
 
     @torch.no_grad()
     def copy(self, src: str, dst: str) -> None:
-        """Make `dst` equal to `src`."""
+        """Set `dst` to `src`."""
         if src == dst:
             return
         source = self._tensors(src)
@@ -37,7 +37,7 @@ class WeightCopies:
 
     @contextmanager
     def active(self, tag: str) -> Iterator[None]:
-        """The live model holds the weights of `tag` inside the block, and its own again after it."""
+        """Put the weights of `tag` into the live model within the block, then restore its own."""
         if tag == LIVE:
             yield
             return

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slime.backends.torch_dist.pieces import StoredTensor
 
-# In the model that the families' rules are about -> in checkpoints.
+# Names in the model of the families' rules -> names in checkpoints.
 FUSED_ATTENTION = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight"}
 FUSED_MLP = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
 LATENT_NORMS = {
@@ -36,11 +36,11 @@ class Slice:
     name: str  # of the parameter in Megatron's model, layers and experts counted over the whole of it
     tensor: StoredTensor
     index: tuple[int, ...]
-    half: int  # 1: the up projection, which follows the gate where each has a tensor of its own
+    half: int  # 1: the up projection, stored after the gate in a tensor of its own
 
 
 def slices_of(tensor: StoredTensor) -> Iterator[Slice]:
-    """The parameters that a stored tensor holds; none where it is no weight."""
+    """Return the parameters that a stored tensor holds; none if it is not a weight."""
     key, half = tensor.key, 0
     if _NO_WEIGHTS.fullmatch(key):
         return

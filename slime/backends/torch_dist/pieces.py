@@ -21,12 +21,12 @@ _READ = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class UnknownLayout(ValueError):
-    """A complete folder with tensors that this version does not know."""
+    """A complete folder with tensors that slime does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of one tensor: where it lies in the tensor, and where in a file."""
+    """A block of one tensor: its place in the tensor, and its place in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -66,7 +66,7 @@ def damaged(folder: Path, what: str) -> ValueError:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder by its key; what is no tensor (random states, settings) is left out."""
+    """Return every tensor of the folder by its key; other entries (random states, settings) are skipped."""
     try:
         written = _Unpickler(io.BytesIO((folder / TENSORS).read_bytes())).load()
         places: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
@@ -79,7 +79,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         }
     except UnknownLayout:
         raise
-    except Exception as error:  # half a pickle, or another one, raises anything
+    except Exception as error:  # a truncated or foreign pickle may raise anything
         raise damaged(folder, f"its {TENSORS} is damaged ({type(error).__name__}: {error})") from None
 
 
@@ -96,7 +96,7 @@ def _pieces(entry: Any, places: dict[tuple[int, ...], Any]) -> tuple[Piece, ...]
 
 
 def why_incomplete(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | None:
-    """A file that is missing or ends too early for what lies in it; nothing of it is read."""
+    """Return which file is missing or too short for its pieces; contents are not read."""
     ends: dict[str, int] = {}
     for tensor in tensors.values():
         for piece in tensor.pieces:
@@ -111,7 +111,7 @@ def why_incomplete(folder: Path, tensors: Mapping[str, StoredTensor]) -> str | N
 
 
 def read_slice(folder: Path, tensor: StoredTensor, index: tuple[int, ...]) -> Tensor:
-    """`tensor[index]`, joined from the pieces that it lies in: the ranks that wrote it may have been any."""
+    """Read `tensor[index]` from all pieces that it overlaps, whichever ranks wrote them."""
     whole: Tensor | None = None
     filled = 0
     for piece in tensor.pieces:
@@ -136,7 +136,7 @@ def _read_piece(folder: Path, key: str, piece: Piece) -> Tensor:
     try:
         tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         tensor = tensor.detach().reshape(piece.sizes)
-    except Exception as error:  # what torch raises for other bytes is anything
+    except Exception as error:  # torch may raise anything for damaged bytes
         raise damaged(folder, f"{piece.file} is damaged at {key} ({type(error).__name__})") from None
     if tensor.dtype not in _READ:
         raise UnknownLayout(f"{key} is {tensor.dtype}, not in 16 or 32 bit")

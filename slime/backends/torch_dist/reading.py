@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def weights_source(path: str | Path, hf_config: Any, instead: str) -> str | Path:
-    """`path`; or `instead`, with a warning, where that is a converted model in a layout that is not known."""
+    """Return `path`; or `instead`, with a warning, if `path` is a converted model in an unknown layout."""
     if not is_torch_dist(path):
         return path
     try:
@@ -73,7 +73,7 @@ class TorchDistFolder:
             raise UnknownLayout(
                 f"it holds no weights of a {hf_config.model_type}"
                 if not self._parts
-                else f"a {hf_config.model_type} has no place for {listed(sorted(set(unknown)))}"
+                else f"a {hf_config.model_type} does not have {listed(sorted(set(unknown)))}"
             )
         self._last: tuple[tuple[str, ...], list[Tensor]] = ((), [])
 
@@ -93,14 +93,14 @@ class TorchDistFolder:
         return self._last[1][hub.index(name)][region or ()]
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of what `read` returns, without reading it."""
+        """Return the shape of the result of `read`, without reading it."""
         rule, hub, parts = self._parts[name]
         sizes = [part.tensor.size[len(part.index) :] for part in parts]
         whole = torch.cat([torch.empty(size, device="meta") for size in sizes])
         return self._split(rule, hub, whole)[hub.index(name)].shape
 
     def tensors(self, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """All of them, layer by layer; without the output matrix where it is the embedding."""
+        """Yield all tensors, layer by layer; without the output matrix if it is the embedding."""
         for name in self._parts:
             if not (tied and name == "lm_head.weight"):
                 yield name, self.read(name)
@@ -119,7 +119,7 @@ class TorchDistFolder:
 
 
 def check_fit(folder: TorchDistFolder, wanted: dict[str, torch.Size]) -> None:
-    """ValueError where the folder lacks tensors that the model has, or holds them in other shapes."""
+    """Raise ValueError if the folder lacks tensors of the model, or holds them in other shapes."""
     missing = sorted(wanted.keys() - folder.names)
     wrong = [
         f"{name} is {list(folder.shape(name))} there and {list(shape)} here"
@@ -132,6 +132,6 @@ def check_fit(folder: TorchDistFolder, wanted: dict[str, torch.Size]) -> None:
     problems += [f"it has more layers or experts: {listed(beyond)}"] * bool(beyond)
     if missing or wrong or beyond:
         raise ValueError(
-            f"checkpoint {folder.path} does not hold the model of --hf-checkpoint: {'; '.join(problems)}. "
+            f"checkpoint {folder.path} does not contain the model of --hf-checkpoint: {'; '.join(problems)}. "
             "Give the model that it was converted from as --hf-checkpoint."
         )

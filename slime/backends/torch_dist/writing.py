@@ -22,7 +22,7 @@ from slime.backends.shared.hub_folder import CheckpointFolder
 from slime.backends.torch_dist.keys import BRANCH_NORMS, FUSED_ATTENTION, FUSED_MLP, LATENT_NORMS
 from slime.utils.files.torch_dist_folder import CONFIG, RELEASE, TRACKER
 
-# What a piece of a stored tensor is made of: hub names, by a rule.
+# Source of one piece of a stored tensor: hub names, and the rule that joins them.
 WeightsSource = tuple[Rule, tuple[str, ...]]
 
 
@@ -42,19 +42,19 @@ def write(source: Path, target: Path, hf_config: Any) -> None:
     folder = CheckpointFolder(source)
     planner = _Planner(_plan(folder, hf_config), folder, dims_of(hf_config))
     save({}, storage_writer=FileSystemWriter(staging / RELEASE), planner=planner, no_dist=True)
-    # What Megatron asks of a folder before it looks for tensors.
+    # Files that Megatron requires in a folder before it loads tensors.
     kinds = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     versions = {f"{name}_version": 1 for name in kinds}
     (staging / RELEASE / CONFIG).write_text(json.dumps(kinds | versions))
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, staging / RELEASE / "common.pt")
     (staging / TRACKER).write_text(RELEASE)
     if target.is_dir():
-        target.rmdir()  # empty: the command refuses others
+        target.rmdir()  # empty: the command refuses other folders
     staging.rename(target)
 
 
 def _plan(folder: CheckpointFolder, hf_config: Any) -> dict[str, Stored]:
-    """Key -> what is stored there; ValueError names hub tensors that the family has no place for."""
+    """Return key -> content; ValueError names hub tensors that are not in the family's model."""
     family, dims = family_of(hf_config), dims_of(hf_config)
     settings = family.settings(hf_config)
     left, plan = set(folder.names), dict[str, Stored]()
@@ -92,7 +92,7 @@ def _numbers(rule: Rule, dims: Dims, experts: int) -> list[dict[str, int]]:
 def _place(
     rule: Rule, numbers: dict[str, int], settings: dict[str, Any]
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """The key of a parameter, where in its tensor it lies, and the lengths of the dimensions before it."""
+    """Return the key of a parameter, its place in the tensor, and the lengths of the leading dimensions."""
     name = _fused(rule.mcore, numbers["layer"], settings)
     places: list[tuple[int, int]] = []
     if "moe_layer_freq" not in settings and name.startswith(LAYER):  # all layers are alike: Megatron's rule

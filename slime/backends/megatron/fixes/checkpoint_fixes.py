@@ -19,7 +19,7 @@ _COMMON = ("optimizer", "param_state_sharding_type")
 
 
 def own_results_server() -> None:
-    """Called before a save: starts a server for the writers that ends whenever this process does."""
+    """Start a server for the checkpoint writers that ends with this process; called before a save."""
     # Only where a checkpoint is written.
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -36,10 +36,9 @@ def common_parts(state: dict[Any, Any], optimizer: ChainedOptimizer) -> list[dic
 
 
 def with_common_parts(loaded: dict[Any, Any], own: list[dict[str, Any]], *, step: int) -> dict[Any, Any]:
-    """The loaded state in the structure of this layout, where experts may have an optimizer of their own.
+    """Return the loaded state in the structure of this layout, where experts may have their own optimizer.
 
-    Moments are kept by parameter, so they fit any structure; the rest is that of this run, at the
-    checkpoint's step.
+    Moments are kept by parameter and fit any structure; all else is this run's, at the checkpoint's step.
     """
     found = []
     for part, common in zip(_parts(loaded, len(own)), own, strict=True):
@@ -69,7 +68,7 @@ def with_own_groups(loaded: dict[Any, Any], optimizer: ChainedOptimizer, *, step
 
 
 def _parts(state: dict[Any, Any], count: int) -> list[dict[str, Any]]:
-    """The state of each chained optimizer: the whole where there is one, else what is under its index."""
+    """Return the state of each chained optimizer; a single one has the whole state."""
     return [state] if count == 1 else [state[index] for index in range(count)]
 
 

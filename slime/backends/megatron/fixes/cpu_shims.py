@@ -29,15 +29,15 @@ class _InOrder:
 
 
 def install() -> None:
-    """Patch this process once. Refused where CUDA works: there nothing must be redirected."""
+    """Patch this process once; refused on machines with CUDA."""
     global _installed
     assert not torch.cuda.is_available(), "the CPU shims are for machines without CUDA"
     if _installed:
         return
     _installed = True
-    # torch remembers which functions a device context (`with torch.device("meta")`) applies to. Asked for the
-    # first time after they are replaced, it would apply to none, and the FSDP trainer in the same process
-    # would build a wrong model.
+    # torch remembers which functions a device context (`with torch.device("meta")`) applies to. If it first
+    # collected them after they are replaced, it would apply to none of them, and the FSDP trainer in the same
+    # process would build a wrong model.
     torch.utils._device._device_constructors()
     _patch_device_queries()
     _patch_factories()
@@ -67,7 +67,7 @@ def _patch(owner: Any, **replacements: Any) -> None:
 
 
 def _patch_factories() -> None:
-    """Serves `torch.zeros(..., device="cuda")` in schedules and optimizers, and pinned memory in RoPE."""
+    """Support `torch.zeros(..., device="cuda")` in schedules and optimizers, and pinned memory in RoPE."""
     for name in _FACTORIES:
         original = getattr(torch, name)
 
@@ -83,7 +83,7 @@ def _patch_factories() -> None:
 
 
 def _patch_tensor_methods() -> None:
-    """Serves `.cuda()`, and optimizers that compare `.type()` with the name of a CUDA type."""
+    """Support `.cuda()`, and optimizers that compare `.type()` with the name of a CUDA type."""
     original = torch.Tensor.type
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime.backends.shared.gradient_sums import add_gradient_
 
-_PAIRS = "_slime_pairs"  # attribute of an optimizer: what is copied where in each step
+_PAIRS = "_slime_pairs"  # attribute of an optimizer: pairs of tensors that each step copies
 _COUNTED = "_slime_counted"  # attribute of an optimizer: for each parameter, whether its gradient counts
 _EMPTY = "_slime_empty"  # attribute of a parameter: the sum of its gradients is still zero
 _RUNS = "_slime_runs"  # attribute of an optimizer: gradients that count, and the same numbers in few tensors
@@ -47,13 +47,13 @@ _THEIRS: dict[str, Any] = {}
 def norm_of_list(
     _chunk_size: int, _noop: Tensor, lists: list[list[Tensor]], *_options: Any
 ) -> tuple[Tensor, None]:
-    """The norm of all tensors together, [1] on their device."""
+    """Return the norm of all tensors together, [1] on their device."""
     norms = torch._foreach_norm([tensor for tensors in lists for tensor in tensors])
     return torch.stack(norms).norm().float().view(1), None
 
 
 def copy_parameters(optimizer: Any) -> None:
-    """The fp32 copies into the model's parameters."""
+    """Copy the fp32 copies into the model's parameters."""
     if not _is_plain(optimizer):
         _THEIRS["parameters"](optimizer)
         return
@@ -62,7 +62,7 @@ def copy_parameters(optimizer: Any) -> None:
 
 
 def copy_gradients(optimizer: Any) -> None:
-    """The gradient buffers become the gradients of the fp32 copies."""
+    """Make the gradient buffers the gradients of the fp32 copies."""
     if not _is_plain(optimizer):
         _THEIRS["gradients"](optimizer)
         return
@@ -71,7 +71,7 @@ def copy_gradients(optimizer: Any) -> None:
 
 
 def counted_gradients(optimizer: Any) -> list[Tensor]:
-    """The gradients that count for the norm, neighbours in memory as one; which of them do is asked once."""
+    """Return the gradients that count for the norm, joined if adjacent; which ones count is computed once."""
     if not _is_plain(optimizer):
         found: list[Tensor] = _THEIRS["counted"](optimizer)
         return found
@@ -83,7 +83,7 @@ def counted_gradients(optimizer: Any) -> list[Tensor]:
     both = zip(parameters, mask, strict=True)
     grads = [parameter.grad for parameter, counts in both if counts and parameter.grad is not None]
     if any(grad.dtype != torch.float32 for _, _, grad in _pairs_of(optimizer)):
-        return grads  # made anew in each step
+        return grads  # created in each step
     known, runs = getattr(optimizer, _RUNS, ([], []))
     if len(known) != len(grads) or not all(map(operator.is_, known, grads)):
         runs = joined(grads)
@@ -94,7 +94,7 @@ def counted_gradients(optimizer: Any) -> list[Tensor]:
 def joined(tensors: list[Tensor]) -> list[Tensor]:
     """Join tensors that follow one another in a buffer into single flat tensors with the same numbers."""
     runs: list[list[Tensor]] = []
-    place: tuple[int, int] | None = None  # where the next of a run stands
+    place: tuple[int, int] | None = None  # expected start of the next tensor of a run
     for part in sorted(tensors, key=_place):
         if place is not None and _place(part) == place and part.is_contiguous():
             runs[-1].append(part)
@@ -114,7 +114,7 @@ def _place(part: Tensor) -> tuple[int, int]:
 
 
 def zero_gradients(ddp: Any) -> None:
-    """Megatron's own, which also notes that no sum of gradients need be read before the first is added."""
+    """Zero gradients as Megatron does, and note that the sums need not be read before the first addition."""
     _THEIRS["zero"](ddp)
     for parameter in ddp.params_with_grad:
         setattr(parameter, _EMPTY, True)
@@ -129,14 +129,14 @@ def take_empty(parameters: Sequence[Any]) -> bool:
 
 
 def backward_hook(ddp: Any, parameter: Any) -> Callable[..., None]:
-    """Megatron's hook of a gradient, but a quicker kernel adds it to the parameter's sum."""
+    """Replace Megatron's gradient hook: a faster kernel adds the gradient to the parameter's sum."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
     theirs: Callable[..., None] = _THEIRS["hook"](ddp, parameter)
 
     def hook(*unused: Any) -> None:
         empty = parameter.grad is not None and take_empty([parameter])
-        # A product may have added it itself; Megatron's own code knows what then is left to do.
+        # A matrix product may have added it already; Megatron's own code handles that case.
         added = parameter.grad is None or parameter.grad_added_to_main_grad
         known = parameter in ddp.param_to_bucket_group and not is_graph_capturing()
         if added or not known or getattr(parameter, "zero_out_wgrad", False):
@@ -151,7 +151,7 @@ def backward_hook(ddp: Any, parameter: Any) -> Callable[..., None]:
 
 
 def _counts(parameter: Tensor, optimizer: Any) -> bool:
-    """Return whether no other rank, and no other use of the parameter, counts its gradient too."""
+    """Return whether this rank counts the gradient: no other rank or use of the parameter does."""
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
 
@@ -169,7 +169,7 @@ def _is_plain(optimizer: Any) -> bool:
 
 
 def _pairs_of(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(fp32 copy, its part of the model's parameters, its part of the gradients); found once."""
+    """Return (fp32 copy, its part of the model's parameters, its part of the gradients); computed once."""
     pairs: list[tuple[Tensor, Tensor, Tensor]] | None = getattr(optimizer, _PAIRS, None)
     if pairs is not None:
         return pairs

@@ -23,12 +23,12 @@ def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Opti
 
 @contextmanager
 def plain_moments(optimizer: MegatronOptimizer, *, wanted: bool) -> Iterator[None]:
-    """A save or load of moments, in float32 whatever this run keeps them in, runs inside."""
+    """Save or load moments within this block, in float32 whatever this run keeps them in."""
     if not wanted:
         yield
         return
     _install()
-    # Megatron reads the step of every parameter, and a fresh AdamW has none yet.
+    # Megatron reads the step of every parameter, which a new AdamW does not have yet.
     for inner in _torch_optimizers(optimizer):
         create_state(inner)
     with ExitStack() as stack:
@@ -39,7 +39,7 @@ def plain_moments(optimizer: MegatronOptimizer, *, wanted: bool) -> Iterator[Non
 
 
 def adam_step(optimizer: MegatronOptimizer) -> int:
-    """Return the steps in Adam's moments, maximum over ranks, as some train nothing; 0: no moments."""
+    """Return Adam's step, the maximum over ranks, because some train nothing; 0: no moments."""
     states = [state for inner in _torch_optimizers(optimizer) for state in inner.state.values()]
     steps = [state["step"] for state in states if "step" in state]
     found: list[int] = [0] * dist.get_world_size()
@@ -48,7 +48,7 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
 
 
 def unshare_steps(optimizer: MegatronOptimizer) -> None:
-    """Called after a load, which gave all parameters one step tensor: AdamW would advance it for each."""
+    """Give each parameter its own step after a load, which shares one tensor that AdamW would advance."""
     for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:
@@ -60,8 +60,8 @@ def unshare_steps(optimizer: MegatronOptimizer) -> None:
 def _install() -> None:
     """Patch the distributed optimizer, once, before a save or load.
 
-    It copies loaded values into its shards but stumbles over the step among them, and it cannot tell the step
-    where a rank trains nothing.
+    It copies loaded values into its shards but fails on the step among them, and it has no step on a rank
+    that trains nothing.
     """
     global _installed
     if _installed:

@@ -14,12 +14,12 @@ def install() -> None:
     from megatron.core.transformer.moe import moe_utils
     from torch.optim import SGD
 
-    # MLA takes the stand-in of a missing module for a class, and asks for its instances.
+    # MLA uses the stand-in of a missing module as a class, in `isinstance`.
     multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
-    # The router of a mixture of experts compares with None a function that was never imported.
+    # The router of a mixture of experts compares a function with None that was never imported.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # Recomputed norms are always taken for FP8, and the missing package is asked about it.
+    # Recomputed norms are always treated as FP8, which calls the missing package.
     if not hasattr(random, "FP8GlobalStateManager"):
         random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = random.fp8_autocast = lambda **options: nullcontext()

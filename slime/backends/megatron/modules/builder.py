@@ -26,7 +26,7 @@ from slime.backends.megatron.modules.layers import PackedCoreAttention
 from slime.backends.megatron.modules.model import PackedGPTModel, ScalarHead
 from slime.backends.megatron.modules.mtp import mtp_spec
 
-# Which dimension of a module's weight is cut over tensor-parallel ranks.
+# Dimension of a module's weight that is split over tensor-parallel ranks.
 _CUT = ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1))
 
 
@@ -39,9 +39,9 @@ def build_chunks(
     scalar: bool = False,
     provider: str | None = None,
 ) -> list[PackedGPTModel]:
-    """`scalar`: a critic or reward model, one number per token. `provider`: a user's function."""
+    """Build the chunks. `scalar`: a critic or reward model, with one number per token. `provider`: a hook."""
     if scalar:
-        # A critic predicts no tokens; its configuration is its own.
+        # A critic predicts no tokens, and has its own configuration.
         config.mtp_num_layers = None
     virtual_stages = config.virtual_pipeline_model_parallel_size
     numbers = range(virtual_stages) if virtual_stages else [None]
@@ -52,7 +52,7 @@ def build_chunks(
             chunk.bfloat16()
             for module in chunk.modules():
                 if isinstance(module, TopKRouter):
-                    # Before weights are read: its bias keeps all its digits.
+                    # Before weights are read: the bias keeps its precision.
                     module._maintain_float32_expert_bias()
     return chunks
 
@@ -84,7 +84,7 @@ def _chunk(
             vocab_size=hf_config.vocab_size + -hf_config.vocab_size % tp,
             max_sequence_length=hf_config.max_position_embeddings,
             share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings) and not scalar,
-            # Angles come with the stream.
+            # The stream has the angles.
             position_embedding_type="none",
             mtp_block_spec=mtp,
             vp_stage=vp_stage,
@@ -102,7 +102,7 @@ def _chunk(
 
 
 def _mark_cut_weights(model: PackedGPTModel) -> None:
-    """Mark weights that are cut over ranks, as Megatron does only when it draws random ones.
+    """Mark weights that are split over ranks, as Megatron does only when it initialises them.
 
     Unmarked, the gradient norm would miss the parts of other ranks.
     """
@@ -126,14 +126,14 @@ def _mark(
         set_tensor_model_parallel_attributes(module.weight, not repeated, dim, 1)
     if repeated:
         # Every tensor-parallel rank holds the whole expert and sees its slice of the sequence. Without expert
-        # parallelism Megatron takes such weights for cut ones and would leave their gradients unsummed.
+        # parallelism Megatron treats such weights as split and would not sum their gradients.
         module.weight.sequence_parallel = True
 
 
 def wrap_for_training(
     config: TransformerConfig, ddp: DistributedDataParallelConfig, chunks: list[PackedGPTModel]
 ) -> list[DistributedDataParallel]:
-    """Each chunk with its gradient buffers; defines for the schedules how and when gradients are reduced."""
+    """Wrap each chunk with gradient buffers, and tell the schedules how and when to reduce gradients."""
     wrapped = [
         DistributedDataParallel(
             config, ddp, chunk, disable_bucketing=index > 0 and not ddp.overlap_grad_reduce
@@ -144,8 +144,7 @@ def wrap_for_training(
         for module in chunk.modules():
             if isinstance(module, GroupedExperts):
                 module.adds_gradients = not ddp.overlap_grad_reduce
-    # The denominators are in the loss already: without a token count
-    # gradients are summed and left as they are.
+    # The loss is already divided: without a token count, gradients are only summed.
     config.finalize_model_grads_func = lambda model, num_tokens=None, **kwargs: finalize_model_grads(
         model, None, **kwargs
     )

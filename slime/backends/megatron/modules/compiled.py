@@ -34,7 +34,7 @@ from slime.backends.megatron.modules.lora import ADAPTED
 from slime.backends.megatron.modules.routing import RoutedLayer
 from slime.backends.megatron.stream import PackedStream
 
-# As for FSDP: a minute of compiling pays only where a layer keeps the GPU busy.
+# As for FSDP: a minute of compiling is worth it only if layers keep the GPU busy.
 _FROM_WIDTH = 1024
 _RECOMPILE_LIMIT = 64
 
@@ -97,7 +97,7 @@ def _has_plain_parts(layer: TransformerLayer) -> bool:
     }
     if not routed:
         kinds |= {mlp.linear_fc1: ColumnParallelLinear, mlp.linear_fc2: RowParallelLinear}
-    # A branch with a norm of its own is added by a module, Megatron's branches by a plain function.
+    # A branch with its own norm is added by a module, Megatron's branches by a plain function.
     joins = (layer.self_attn_bda, layer.mlp_bda)
     return bool(
         not any(isinstance(join, nn.Module) for join in joins)
@@ -112,7 +112,7 @@ def _has_plain_parts(layer: TransformerLayer) -> bool:
 def dense_layer(
     layer: TransformerLayer, hidden: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments
 ) -> Tensor:
-    """hidden [T, 1, H] -> [T, 1, H]: attention and gated MLP, each behind a norm and added to its input."""
+    """Map hidden [T, 1, H] -> [T, 1, H]: attention and gated MLP, normed and added to their inputs."""
     hidden, normed = _attend(layer, hidden[:, 0], cos, sin, documents)
     gate, up = _linear(layer.mlp.linear_fc1, normed).chunk(2, dim=-1)
     return (hidden + _linear(layer.mlp.linear_fc2, F.silu(gate) * up))[:, None]
@@ -121,7 +121,7 @@ def dense_layer(
 def _attend(
     layer: TransformerLayer, hidden: Tensor, cos: Tensor, sin: Tensor, documents: PackedDocuments
 ) -> tuple[Tensor, Tensor]:
-    """hidden [T, H] -> itself with attention added, and that behind the norm of the MLP."""
+    """Map hidden [T, H] -> (hidden with attention added, the input of the MLP after its norm)."""
     inner = layer.self_attention
     mixed = _linear(inner.linear_qkv, layer.input_layernorm(hidden))
     # For each key-value group its queries, its key and its value.

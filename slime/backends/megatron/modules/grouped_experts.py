@@ -21,9 +21,7 @@ from torch import Tensor
 from slime.backends.experts.experts_operator import gated_experts
 from slime.backends.megatron.fixes import list_kernels
 
-_VIEW = (
-    "_slime_view"  # attribute of an expert's weight or gradient: the view of all experts', if there is one
-)
+_VIEW = "_slime_view"  # attribute of an expert's weight or gradient: the joint view of all experts, if any
 
 
 def is_plain_mlp(config: TransformerConfig) -> bool:
@@ -42,13 +40,13 @@ class GroupedExperts(SequentialMLP):
 
     # Tests compare the operator with Megatron's own code on a CPU, where that is as fast.
     on_any_device = False
-    # Whether a pass back adds to Megatron's gradient buffers itself. Not where their hooks start a reduction.
+    # Whether backward adds to Megatron's gradient buffers itself; not if their hooks start a reduction.
     adds_gradients = False
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows that the dispatcher has sorted by expert, and how many of them each expert has."""
+        """Compute rows that the dispatcher sorted by expert, given the number of rows of each expert."""
         rows = permuted_local_hidden_states
         if not self.can_group(rows):
             return super().forward(rows, tokens_per_expert, permuted_probs)
@@ -60,7 +58,7 @@ class GroupedExperts(SequentialMLP):
     def can_group(self, hidden: Tensor) -> bool:
         """Return whether the operator computes the same as Megatron's own code for these tokens."""
         on_gpu = hidden.is_cuda and hidden.dtype == torch.bfloat16
-        # A rank whose experts nobody chose has no rows, which grouped products may not take.
+        # A rank whose experts were not chosen has no rows, which grouped products do not support.
         return (on_gpu or self.on_any_device) and hidden.numel() > 0 and _is_plain(self)
 
     def compute(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -104,7 +102,7 @@ class _Stacked(torch.autograd.Function):
 
 
 def _view_of(parts: list[Tensor]) -> Tensor | None:
-    """`_one_view` of tensors without their history; looked for once, as buffers stay where they are."""
+    """`_one_view` of detached tensors; cached, because buffers stay in place."""
     place = parts[0].data_ptr(), parts[-1].data_ptr()
     known = getattr(parts[0], _VIEW, None)
     if known is None or known[0] != place:
@@ -115,9 +113,8 @@ def _view_of(parts: list[Tensor]) -> Tensor | None:
 
 
 def _one_view(parts: list[Tensor]) -> Tensor | None:
-    """Tensors that stand at like distances in one buffer as a single view of it; else None.
-
-    So stand the gradients of a layer's experts, last expert first, unless a bucket ends between them.
+    """Return a single view of tensors at equal distances in one buffer; else None. The gradients of a layer's
+    experts are like this, last expert first, unless a bucket ends between them.
     """
     first, offsets = parts[0], [part.storage_offset() for part in parts]
     step = offsets[1] - offsets[0] if len(parts) > 1 else first.numel()
@@ -134,7 +131,7 @@ def _one_view(parts: list[Tensor]) -> Tensor | None:
 def look_up_experts(layer: MoELayer) -> None:
     """Let a mixture whose experts all live on this rank look tokens up in place: nothing is sorted and sent.
 
-    Megatron's own way stays where ranks share experts or parts of the layer are computed again.
+    Megatron's own code is used if ranks share experts or parts of the layer are recomputed.
     """
     alone = layer.ep_group.size() == layer.attn_tp_group.size() == layer.experts.tp_group.size() == 1
     if alone and not (layer.moe_layer_recompute or layer.shared_expert_overlap):

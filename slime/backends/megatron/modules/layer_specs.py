@@ -15,7 +15,7 @@ from slime.backends.megatron.modules.routing import PackedRouter, RoutedLayer
 def layer_spec(
     config: TransformerConfig, *, moe: bool, attention: type[PackedCoreAttention], branch_norms: bool = False
 ) -> ModuleSpec:
-    """One decoder layer of Megatron's own modules, with our norms and the given core attention in it."""
+    """Return a decoder layer of Megatron's own modules, with our norms and the given core attention."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=False,
@@ -47,7 +47,7 @@ def block_spec(
     attention: type[PackedCoreAttention],
     branch_norms: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers that this pipeline stage (and virtual stage) builds."""
+    """Return the spec of the layers that this pipeline stage (and virtual stage) builds."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     pattern = moe_pattern(config)
@@ -59,7 +59,7 @@ def block_spec(
 
 
 def moe_pattern(config: TransformerConfig) -> list[bool]:
-    """For each decoder layer of the whole model, whether it is a mixture of experts."""
+    """Return for each decoder layer of the whole model whether it is a mixture of experts."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers
     frequency = config.moe_layer_freq

@@ -32,7 +32,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 class PackedCoreAttention(MegatronModule):
     """Megatron's core attention, computed by slime's packed attention.
 
-    Megatron is built without position embeddings: the angles come with the stream and are applied here.
+    Megatron is built without position embeddings: the stream has the angles, which are applied here.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PackedCoreAttention(MegatronModule):
     ) -> Tensor:
         """query [T, H, D], key and value [T, G, D] of this context-parallel rank -> [T, H * D]."""
         stream = packed_seq_params
-        assert isinstance(stream, PackedStream), "this model is called with a PackedStream only"
+        assert isinstance(stream, PackedStream), "this model needs a PackedStream"
         out = self.attend(self.rotate(query, stream), self.rotate(key, stream), value, stream)
         return out.reshape(out.shape[0], -1)
 
@@ -90,7 +90,7 @@ class RMSNorm(torch.nn.RMSNorm):
 class NormedAdd(RMSNorm):
     """Replaces Megatron's bias-dropout-add: normalises a branch's output, then adds it to the residual."""
 
-    # As Megatron calls a bias-dropout-add, not as torch calls a norm.
+    # Has the signature of Megatron's bias-dropout-add, not that of a torch norm.
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:  # type: ignore[override]
         return self._add
 

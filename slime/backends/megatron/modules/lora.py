@@ -101,7 +101,7 @@ class Adapter(nn.Module):
         return self.scale * (second.float() @ first.float())
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """[targets * rank, in] and [out, targets * rank], zero where a row has nothing of a target."""
+        """Return [targets * rank, in] and [out, targets * rank], zero where a row is not of a target."""
         if self._owners is None:
             return self.first[0], self.lora_B
         spread = self.lora_B[:, None, :] * self._owners[:, :, None]
@@ -168,12 +168,12 @@ def add_adapters(args: Args, chunks: Sequence[PackedGPTModel], hub: HubWeights, 
             hub.entries[i] = replace(hub.entries[i], added=adapter.product)
             entries += _entries_of(adapter)
     found = SharedOut(entries, dims, hub.entries[0].parameter.device)
-    found.pieces()  # gathered now: later one rank alone asks for names
+    found.pieces()  # gathered now: later a single rank needs the names
     return found
 
 
 def _targets(entry: ParameterEntry, named: list[str]) -> tuple[str, ...]:
-    """The layers that a matrix is made of, "" for those which get no adapter; as peft matches names."""
+    """Return the layers in a matrix, "" for those without an adapter; names match as in peft."""
     layers = [name.removesuffix(".weight") for name in entry.hub]
     if entry.rule.kind == "vocab":
         return ("",) * len(layers)
@@ -185,7 +185,7 @@ def _targets(entry: ParameterEntry, named: list[str]) -> tuple[str, ...]:
 
 
 def _check(args: Args, chunk: PackedGPTModel, found: list[tuple[ParameterEntry, tuple[str, ...]]]) -> None:
-    """Refuse, on all ranks alike, names without a layer and layers that can have no adapter."""
+    """Refuse, on all ranks, names without a layer and layers that cannot have an adapter."""
     own = {
         (name.removesuffix(".weight"), bool(target), entry.rule.is_expert)
         for entry, targets in found
@@ -210,7 +210,7 @@ def _check(args: Args, chunk: PackedGPTModel, found: list[tuple[ParameterEntry, 
     if args.expert_tensor_parallel_size > 1:
         raise ValueError(
             f"--expert-tensor-parallel-size is {args.expert_tensor_parallel_size}: adapters of experts are "
-            f"not cut over ranks; use 1, or {fix}."
+            f"not split over ranks; use 1, or {fix}."
         )
     if args.lora_sync == "adapter":
         raise ValueError(
@@ -220,7 +220,7 @@ def _check(args: Args, chunk: PackedGPTModel, found: list[tuple[ParameterEntry, 
 
 
 def _entries_of(adapter: Adapter) -> list[ParameterEntry]:
-    """Both factors as they are exported, under the names of peft."""
+    """Return both factors as they are exported, under peft's names."""
     mcore, seconds = adapter.rule.mcore, [name and saved_name(name, "lora_B") for name in adapter.parts]
     entries = []
     for name, parameter in zip(adapter.targets, adapter.first, strict=True):
@@ -249,7 +249,7 @@ def _between(linear: Linear, is_row: bool) -> Callable[[Tensor], Tensor]:
 
 
 def _part_of_rows(kind: str, rows: int, dims: Dims, size: int, rank: int) -> Tensor:
-    """[rows of this rank]: the number of the part that each row of a fused matrix belongs to."""
+    """Return [rows of this rank]: the index of the part to which each row of a fused matrix belongs."""
     keys = dims.groups * dims.head_dim
     counts = [rows - 2 * keys, keys, keys] if kind == "qkv" else [rows // 2] * 2
     marks = [torch.full((count, 1), index) for index, count in enumerate(counts)]
@@ -262,7 +262,7 @@ def _mark(parameter: Tensor, linear: Linear, *, cut: bool, dim: int) -> None:
     marked: Any = parameter
     marked.allreduce = weight.allreduce
     if linear.is_expert:
-        # Whole on its rank, as the expert is.
+        # Whole on its rank, like the expert.
         set_tensor_model_parallel_attributes(parameter, weight.tensor_model_parallel, dim, 1)
         if getattr(weight, "sequence_parallel", False):
             marked.sequence_parallel = True

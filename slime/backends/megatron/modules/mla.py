@@ -18,7 +18,7 @@ from slime.backends.attention.packed_documents import takes_varlen
 from slime.backends.megatron.modules.layers import PackedCoreAttention, RMSNorm, rotate
 from slime.backends.megatron.stream import PackedStream
 
-_LATENT_EPS = 1e-6  # hub models fix it for the norms of both latents, whatever the config says
+_LATENT_EPS = 1e-6  # hub models use it for the norms of both latents, whatever the config says
 
 
 @dataclass
@@ -44,13 +44,13 @@ class MLACoreAttention(PackedCoreAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, stream: PackedStream) -> Tensor:
         width = value.shape[-1]
         if takes_varlen(query):
-            # The fused kernel takes one width only.
+            # The fused kernel needs equal widths.
             value = F.pad(value, (0, query.shape[-1] - width))
         return super().attend(query, key, value, stream)[..., :width]
 
 
 class PackedMLA(MLASelfAttention):
-    """Megatron's MLA with the stream's angles: its own know only a few kinds of RoPE scaling."""
+    """Megatron's MLA with the stream's angles: Megatron supports few kinds of RoPE scaling."""
 
     def get_query_key_value_tensors(
         self,
@@ -64,7 +64,7 @@ class PackedMLA(MLASelfAttention):
     ) -> tuple[Tensor, ...]:
         """hidden [T, 1, H] -> query and key [T, heads, D], value [T, heads, V], and the latents."""
         config, stream = self.config, packed_seq_params
-        assert stream is not None, "this model is called with a PackedStream only"
+        assert stream is not None, "this model needs a PackedStream"
         narrow, turned = config.qk_head_dim, config.qk_pos_emb_head_dim
         latent_query = hidden_states
         if config.q_lora_rank is not None:
@@ -87,7 +87,7 @@ class PackedMLA(MLASelfAttention):
         return query, torch.cat((key, shared_key), dim=-1), value, latent_query, latent
 
     def _cut_sequence(self, x: Tensor) -> Tensor:
-        """Back to this rank's part of the tokens, where the projection gathered all of them."""
+        """Return this rank's part of the tokens, if the projection gathered all of them."""
         return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
 
     def _by_head(self, x: Tensor, width: int) -> Tensor:

@@ -40,14 +40,14 @@ class ScalarHead(MegatronModule):
 
 
 class PackedGPTModel(GPTModel):
-    """Computes log-probs from slices of the vocabulary; whole logits exist only if asked for."""
+    """Computes log-probs from slices of the vocabulary; whole logits exist only if a loss needs them."""
 
     real_vocab_size: int  # set by the builder: without the rows that pad the vocabulary
     padding_id: int | None = None  # set by the builder: the token whose embedding is not trained, if any
-    mtp_losses: list[Tensor]  # set by the builder: what each micro-batch adds, until the trainer takes it
+    mtp_losses: list[Tensor]  # set by the builder: sums over micro-batches, until the trainer drains them
 
     def forward(self, stream: PackedStream, call: ModelCall, mb: MicroBatch) -> Tensor | TokenOutputs:
-        """Hidden states [T_local, 1, H]; on the last pipeline stage outputs of all R response tokens."""
+        """Return hidden states [T_local, 1, H]; on the last stage, outputs of all R response tokens."""
         decoder_input = None
         if self.pre_process:
             decoder_input = self._embed(stream)
@@ -67,10 +67,9 @@ class PackedGPTModel(GPTModel):
         return replace(outputs, log_probs=AlsoTrain.apply(outputs.log_probs, call.mtp_scale * loss))
 
     def _embed(self, stream: PackedStream) -> Tensor:
-        """[T_local, 1, H]. The padding token is looked up and not trained, as in the models of transformers.
-
-        Its row is zero there, where a norm has a gradient of thousands: one such token in an answer would
-        decide the gradient norm of the step, and clipping would take the step from all other weights.
+        """Return [T_local, 1, H]. The padding token's embedding is not trained, as in transformers. Its row
+        is zero, where the gradient of a norm is in the thousands: one such token in a response would dominate
+        the gradient norm, and clipping would shrink the step of all other weights.
         """
         embedded = self.embedding(stream.input_ids, stream.position_ids)
         if self.padding_id is None or not embedded.requires_grad:
@@ -82,7 +81,7 @@ class PackedGPTModel(GPTModel):
         return torch.where(padding[:, None, None], embedded.detach(), embedded)
 
     def _values(self, hidden: Tensor, stream: PackedStream) -> TokenOutputs:
-        """Values of a scalar head; each TP rank computes all, so that no gradient must be summed."""
+        """Return values of a scalar head; each TP rank computes all, so that no gradient must be summed."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp

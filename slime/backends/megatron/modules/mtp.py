@@ -34,7 +34,7 @@ from slime.backends.megatron.stream import PackedStream
 
 
 class PackedMTPLayer(MultiTokenPredictionLayer):
-    """Megatron's MTP layer, with recomputation that passes a stream on: Megatron's takes tensors only."""
+    """Megatron's MTP layer, whose recomputation passes a stream on; Megatron's own supports tensors only."""
 
     def _checkpointed_forward(self, forward_func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         tensors = kwargs.pop("hidden_states"), kwargs.pop("decoder_input")
@@ -48,7 +48,7 @@ class PackedMTPLayer(MultiTokenPredictionLayer):
 def mtp_spec(
     config: TransformerConfig, *, attention: type[PackedCoreAttention], branch_norms: bool = False
 ) -> ModuleSpec:
-    """The spec of all MTP heads; each holds a layer of the kind that the decoder ends with."""
+    """Return the spec of all MTP heads; each holds a layer of the kind of the last decoder layer."""
     layer = layer_spec(config, moe=moe_pattern(config)[-1], attention=attention, branch_norms=branch_norms)
     head = ModuleSpec(
         module=PackedMTPLayer,
@@ -77,7 +77,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 class AlsoTrain(torch.autograd.Function):
-    """The values unchanged, whose backward pass is one through a scalar loss too."""
+    """Returns the values unchanged; its backward pass also goes through a scalar loss."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
@@ -98,12 +98,12 @@ def mtp_loss(
     `hidden` [T_local, 1, H] comes from the decoder. Head k (from 0) predicts a token from k + 2 places before
     it, where there is one.
     """
-    assert stream.tree is None, "MTP heads with context parallelism are refused when the backend starts"
+    assert stream.tree is None, "the backend refuses MTP heads with context parallelism"
     count = model.config.mtp_num_layers
     outputs = model.mtp(
         input_ids=stream.input_ids,
         position_ids=stream.position_ids,
-        # A leaf with a gradient: recomputation trains only what depends on one.
+        # A leaf with a gradient: recomputation trains only parameters of results that depend on one.
         hidden_states=hidden.detach().requires_grad_(),
         attention_mask=None,
         packed_seq_params=stream,
@@ -126,7 +126,7 @@ def mtp_loss(
 
 
 def _whole(states: Tensor, model: GPTModel) -> Tensor:
-    """[T, H] on every tensor-parallel rank; their gradients are summed on the way back."""
+    """Return [T, H] on every tensor-parallel rank; gradients are summed in the backward pass."""
     group = model.pg_collection.tp
     if model.config.sequence_parallel:
         states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True, group=group)

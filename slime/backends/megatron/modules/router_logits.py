@@ -20,7 +20,7 @@ class RouterLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight = ctx.saved_tensors
-        # Two numbers of 16 bits hold what of an fp32 one is left in a 16-bit result.
+        # Two 16-bit numbers hold the part of an fp32 number that matters in a 16-bit result.
         high = grads[0].bfloat16()
         halves = torch.cat([high, (grads[0] - high).bfloat16()], dim=1)
         grad_hidden = grad_weight = None

@@ -23,7 +23,7 @@ from slime.backends.megatron.modules.grouped_experts import look_up_experts
 from slime.backends.megatron.modules.router_logits import RouterLogits
 from slime.backends.megatron.stream import PackedStream, Recorded, Routes
 
-RecordedByBatch = dict[tuple[int, ...], Recorded]  # by the positions of a micro-batch's samples
+RecordedByBatch = dict[tuple[int, ...], Recorded]  # keyed by the positions of a micro-batch's samples
 _LOSSES = ("moe_aux_loss", "moe_z_loss")
 
 
@@ -32,7 +32,7 @@ class RoutingPlan:
     """Decides whether a pass makes, records or replays expert choices, per samples of a micro-batch."""
 
     step_tokens: float = 1.0
-    follow_engine: bool = False  # use the choices that came with the samples
+    follow_engine: bool = False  # use the choices recorded in the samples
     record: RecordedByBatch | None = None
     replay: RecordedByBatch | None = None
 
@@ -98,8 +98,8 @@ class PackedRouter(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection)
         self.routes: Routes  # set by the layer before each pass
         self.losses = BalanceLosses(config)
-        self.counts: Tensor | None = None  # [experts] tokens of training passes since they were last taken
-        # What Megatron asks for the top k; the losses are ours.
+        self.counts: Tensor | None = None  # [experts] tokens of training passes since the last drain
+        # Megatron's interface for the top k; the losses are slime's.
         self.router_replay = SimpleNamespace(get_replay_topk=self.choose)
         self.routing_type = "none"
 
@@ -123,7 +123,7 @@ class PackedRouter(TopKRouter):
         group_topk: int | None,
         compute: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
-        """Scores and indices [T, topk] of the experts that each token goes to."""
+        """Return scores and indices [T, topk] of the experts of each token."""
         values, indices = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
         given = self.routes.given(self.layer_number - 1)
         if given is not None:
@@ -161,7 +161,7 @@ class BalanceLosses:
     def attach(
         self, probs: Tensor, logits: Tensor, routing_map: Tensor, routes: Routes, group: dist.ProcessGroup
     ) -> Tensor:
-        """`probs` unchanged, whose backward pass also follows the gradients of the losses."""
+        """Return `probs` unchanged; their backward pass also adds the gradients of the losses."""
         balance, z = balance_coefficient(self.config), self.config.moe_z_loss_coeff or 0.0
         total = logits.new_zeros((), dtype=torch.float32)
         if balance:
@@ -178,7 +178,7 @@ class BalanceLosses:
     def _balance(
         self, logits: Tensor, routing_map: Tensor, routes: Routes, group: dist.ProcessGroup
     ) -> Tensor:
-        """This rank's part: its tokens' probabilities against the counts of all ranks of the micro-batch."""
+        """Return this rank's part: its tokens' probabilities with the counts of the whole micro-batch."""
         real = (~routes.padding).float()[:, None]
         if self.config.moe_router_score_function == "sigmoid":
             scores = torch.sigmoid(logits.float())
@@ -198,7 +198,7 @@ class BalanceLosses:
 
 
 def balance_coefficient(config: TransformerConfig) -> float:
-    """Weight of the load balancing loss; 0 where it is off."""
+    """Return the weight of the load balancing loss; 0: it is off."""
     return 0.0 if config.moe_router_load_balancing_type == "none" else float(config.moe_aux_loss_coeff)
 
 

@@ -28,7 +28,7 @@ from slime.backends.megatron.stream import PackedStream
 
 logger = logging.getLogger(__name__)
 
-# Documents of the trial: shorter and longer than the blocks that kernels work in.
+# Documents of the trial: shorter and longer than the kernels' blocks.
 _TRIAL_LENGTHS = (33, 1, 129, 7, 64)
 
 
@@ -45,7 +45,7 @@ class TransformerEngineAttention(PackedCoreAttention):
         options["softmax_scale"] = width**-0.5 if self.scale is None else self.scale
         if k_channels is not None:
             options |= {"k_channels": k_channels, "v_channels": v_channels}
-        # Inside a tuple it is no submodule: its entries would make checkpoints differ by attention.
+        # Inside a tuple it is not a submodule, whose entries would change checkpoints.
         self._kernel = (self.kernel(**options),)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, stream: PackedStream) -> Tensor:
@@ -69,13 +69,13 @@ def _boundaries(documents: PackedDocuments) -> PackedSeqParams:
 
 
 def with_te_kernel(ours: type[PackedCoreAttention], kernel: type[nn.Module]) -> type[PackedCoreAttention]:
-    """`ours` with the kernel `kernel`: a class, as Megatron builds its attention from one."""
+    """Return `ours` with the kernel `kernel`: a class, because Megatron builds its attention from one."""
     return type(f"TransformerEngine{ours.__name__}", (TransformerEngineAttention, ours), {"kernel": kernel})
 
 
 def installed_te_attention() -> type[nn.Module] | None:
-    """megatron-core's TransformerEngine attention, or None where the package is missing."""
-    # Asks for the device while it is imported.
+    """Return megatron-core's TransformerEngine attention; None: the package is missing."""
+    # Queries the device during its import.
     from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 
     return TEDotProductAttention if HAVE_TE else None
@@ -84,7 +84,7 @@ def installed_te_attention() -> type[nn.Module] | None:
 def choose_attention(
     args: Args, config: TransformerConfig, device: torch.device, kernel: type[nn.Module] | None = None
 ) -> type[PackedCoreAttention]:
-    """The core attention of a model, chosen by all ranks together. `kernel`: not the installed one."""
+    """Choose the model's core attention, on all ranks together. `kernel`: not the installed one."""
     ours = MLACoreAttention if config.multi_latent_attention else PackedCoreAttention
     choice = args.attention_backend
     if choice == "local":
@@ -107,7 +107,7 @@ def choose_attention(
 
 
 def why_unfit(args: Args, config: TransformerConfig, device: torch.device) -> str | None:
-    """Return why TransformerEngine cannot be used, before it is tried; the same on all ranks."""
+    """Return why TransformerEngine cannot be tried; the same on all ranks."""
     if device.type != "cuda":
         return "it runs on GPUs only"
     if config.params_dtype not in (torch.bfloat16, torch.float16):
@@ -116,9 +116,7 @@ def why_unfit(args: Args, config: TransformerConfig, device: torch.device) -> st
         return "with --context-parallel-size above 1 slime's own attention exchanges the keys"
     dense = config.num_moe_experts is None and not config.multi_latent_attention
     if dense and should_compile(args, config, device) and (args.compile or args.attention_backend == "auto"):
-        return (
-            "layers are compiled as a whole, which takes slime's own attention (--no-compile runs them apart)"
-        )
+        return "layers are compiled as a whole, which needs slime's own attention (see --no-compile)"
     return None
 
 
@@ -128,7 +126,7 @@ def why_refused(
     config: TransformerConfig,
     device: torch.device,
 ) -> str | None:
-    """Run both attentions: why this rank cannot use `kernel`; None where outputs and gradients agree."""
+    """Run both attentions; return why this rank cannot use `kernel`; None: outputs and gradients agree."""
     if kernel is None:
         return "the package transformer_engine is not installed"
     inputs = _trial_inputs(config, device)
@@ -139,7 +137,7 @@ def why_refused(
 def _trial_inputs(
     config: TransformerConfig, device: torch.device
 ) -> tuple[list[Tensor], Tensor, PackedStream]:
-    """Query, key and value of one rank's heads, a gradient of the output, and the packed documents."""
+    """Return query, key and value of one rank's heads, a gradient of the output, and packed documents."""
     tp, width = config.tensor_model_parallel_size, config.kv_channels
     heads, groups = config.num_attention_heads // tp, max(config.num_query_groups // tp, 1)
     value_width = config.v_head_dim if config.multi_latent_attention else width
@@ -176,8 +174,8 @@ def _run(
     grad: Tensor,
     stream: PackedStream,
 ) -> Sequence[Tensor]:
-    """Output and gradients of one core attention."""
-    # As in Megatron's attention, where there are more ranks than key-value groups.
+    """Return output and gradients of one core attention."""
+    # As in Megatron's attention with more ranks than key-value groups.
     config = copy.copy(config)
     config.num_query_groups = max(config.num_query_groups, config.tensor_model_parallel_size)
     options = {
@@ -189,7 +187,7 @@ def _run(
     scale = parts[0].shape[-1] ** -0.5
     if config.multi_latent_attention:
         options |= {"k_channels": parts[0].shape[-1], "v_channels": parts[2].shape[-1]}
-    # Not the usual scale: a kernel that passes over it must be noticed.
+    # An unusual scale: a kernel that ignores it must be detected.
     attention = kind(**options, softmax_scale=1.5 * scale)
     leaves = [part.clone().requires_grad_() for part in parts]
     out = attention(*leaves, packed_seq_params=stream)

@@ -17,7 +17,7 @@ from slime.algorithms.nucleus import Nucleus
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, real: int) -> Tensor:
-    """This rank's slice of the logits; columns that only pad the vocabulary count as impossible."""
+    """Return this rank's slice of the logits; columns that only pad the vocabulary get -inf."""
     logits = (hidden @ weight.T).float().div_(temperature)
     if real < weight.shape[0]:
         logits[:, real:] = float("-inf")
@@ -100,14 +100,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
 
 def _cut(logits: Tensor, nucleus: Nucleus | None, targets: Tensor, part: slice, first: int) -> Tensor:
-    """Cut the rows `part` of a slice that starts at vocabulary entry `first` to their nucleus."""
+    """Restrict the rows `part` of a slice that starts at vocabulary entry `first` to their nucleus."""
     if nucleus is None:
         return logits
     return nucleus.rows(part.start, part.start + logits.shape[0]).cut_(logits, targets[part], first)
 
 
 def _chosen(logits: Tensor, own: Tensor, mine: Tensor) -> Tensor:
-    """The logit of each token's target where this rank holds it, else 0."""
+    """Return the logit of each token's target if this rank holds it, else 0."""
     picked = logits.gather(1, own.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
     return picked.masked_fill(~mine, 0.0)
 
@@ -124,10 +124,11 @@ def vocab_parallel_log_probs(
     with_entropy: bool = False,
     nucleus: Nucleus | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies [T], the same on all ranks of `group`; `weight` [V / size, H] is a slice.
+    """Return log-probs and entropies [T], the same on all ranks of `group`; `weight` [V / size, H] is a
+    slice.
 
     The gradient of `hidden` is this rank's part: the caller sums it over the ranks. Rows at or above
-    `vocab_size` pad. `nucleus`: of T rows, over whose ids each softmax goes; None: over all.
+    `vocab_size` pad. `nucleus`: the ids of each softmax, for T rows; None: all ids.
     """
     if group.size() == 1 and weight.shape[0] == vocab_size:
         return chunked_log_probs(
@@ -168,7 +169,7 @@ class _GatherVocab(torch.autograd.Function):
 
 
 def gather_vocab(local: Tensor, group: dist.ProcessGroup, vocab_size: int) -> Tensor:
-    """Whole logits [T, V] from slices [T, V / size]."""
+    """Return whole logits [T, V] from slices [T, V / size]."""
     whole = _GatherVocab.apply(local, group) if group.size() > 1 else local
     return whole[..., :vocab_size]
 
@@ -223,14 +224,14 @@ class _VocabParallelReverseKL(torch.autograd.Function):
 
 
 def _top(logits: Tensor, real: int, group: dist.ProcessGroup) -> Tensor:
-    """The largest logit [T] over all ranks' slices; `real`: how many columns of this rank are tokens."""
+    """Return the largest logit [T] over all ranks' slices; `real`: columns of this rank that are tokens."""
     top = logits.max(dim=-1).values if real else logits.new_full((logits.shape[0],), float("-inf"))
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
     return top
 
 
 def _log_sum(logits: Tensor, real: int, group: dist.ProcessGroup) -> Tensor:
-    """log-sum-exp [T] over all ranks' slices."""
+    """Return log-sum-exp [T] over all ranks' slices."""
     top = _top(logits, real, group)
     total = (logits - top[:, None]).exp().sum(-1)
     dist.all_reduce(total, group=group)
@@ -251,7 +252,7 @@ class VocabSlice:
 
     @property
     def real(self) -> int:
-        """Rows of this rank that stand for a token."""
+        """The number of this rank's rows that are tokens."""
         return min(max(self.vocab_size - self.first, 0), self.weight.shape[0])
 
     def reverse_kl(
@@ -263,7 +264,7 @@ class VocabSlice:
         temperature: float,
         chunk_size: int,
     ) -> Tensor:
-        """KL [R] in fp32, the same on all ranks; the caller sums the gradient of `hidden` over them."""
+        """Return KL [R] in fp32, the same on all ranks; the caller sums the gradient of `hidden`."""
         rows = chunk_size if chunk_size > 0 else max(1, MAX_CHUNK_ELEMENTS // self.weight.shape[0])
         theirs = teacher_hidden.to(teacher.weight.dtype)
         return _VocabParallelReverseKL.apply(
