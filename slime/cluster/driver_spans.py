@@ -59,4 +59,5 @@ class Timeline:
             notes = gather(asked)
         spans += [span for note in notes for span in note.spans]
         advantages = [advantage for note in notes for advantage in note.advantages]
-        self._recording.call_control(Recording.step, rollout_id, spans, advantages)
+        histograms = [part for note in notes for part in note.histograms]
+        self._recording.call_control(Recording.step, rollout_id, spans, advantages, histograms)

@@ -13,7 +13,7 @@ from slime.liveness import waits
 from slime.observability.tracer import Span, forget_spans, spans_of_samples, spans_of_waits, write_spans
 from slime.record import RECORD_FILE, RecordError, RecordWriter, group_entries
 from slime.record.actions import ASKED, REFUSED, ActionRow, read_actions, write_answer
-from slime.record.additions import Advantage, PieceBook, write_advantages
+from slime.record.additions import Advantage, PieceBook, write_advantages, write_histograms
 from slime.record.samples import Entry
 from slime.record.schema import open_for_reading
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -97,10 +97,17 @@ class Recording:
         insert = "INSERT OR REPLACE INTO meta VALUES ('now', ?)"
         self._submit("what is done now", lambda c: c.execute(insert, (text,)))
 
-    def step(self, rollout_id: int, spans: Sequence[Span], advantages: Sequence[Advantage]) -> None:
-        """Record the spans and advantages of a finished step."""
+    def step(
+        self,
+        rollout_id: int,
+        spans: Sequence[Span],
+        advantages: Sequence[Advantage],
+        histograms: Sequence[dict[str, list[int]]],
+    ) -> None:
+        """Record the spans and advantages of a finished step, and histograms of ranks, which are added up."""
         self._submit("spans", lambda c: write_spans(c, spans))
         self._submit("advantages", lambda c: write_advantages(c, rollout_id, advantages))
+        self._submit("histograms", lambda c: write_histograms(c, rollout_id, histograms))
 
     def actions(self, state: str | None = None) -> list[ActionRow]:
         """Return requested actions, oldest first; none where the record cannot be read just now.

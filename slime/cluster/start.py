@@ -26,6 +26,7 @@ from slime.cluster.closing import Closing
 from slime.cluster.cluster import Cluster
 from slime.cluster.parts import Parts
 from slime.cluster.run_opening import close_run, open_run
+from slime.cluster.system_curves import SystemCurves
 from slime.liveness import phases, stacks
 from slime.liveness.hang_watch import HangWatch
 from slime.observability.logging_utils import configure_logger
@@ -88,6 +89,7 @@ def open_cluster(args: Args, *, overlapped: bool = False) -> Iterator[Cluster]:
             watch = HangWatch(run.run_dir, runtime, timeout_s(args, "hang"))
             closing.add(watch.close)
             closing.add(runtime.close)
+            closing.add(SystemCurves(run.run_dir, runtime).close)
             _end_on_signals(folders)
             with watch.guarding():
                 parts = Parts(

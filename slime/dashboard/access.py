@@ -1,7 +1,5 @@
 """Access control of the dashboard: loopback or a token, a token for every action, a strict CSP."""
 
-from __future__ import annotations
-
 import hmac
 import secrets
 from dataclasses import dataclass, field

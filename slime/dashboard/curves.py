@@ -44,8 +44,8 @@ class Curve:
 class Curves:
     """All curves of one run. `read` adds new lines; safe to call from any thread."""
 
-    def __init__(self, folder: Path):
-        self._file, self._offset, self._lock = folder / METRICS_FILE, 0, threading.Lock()
+    def __init__(self, folder: Path, file: str = METRICS_FILE):
+        self._file, self._offset, self._lock = folder / file, 0, threading.Lock()
         self._identity: tuple[int, int] | None = None  # of the file: another run may have taken its place
         self._by_name: dict[str, Curve] = {}
         self.last_time: float | None = None

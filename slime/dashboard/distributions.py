@@ -1,10 +1,8 @@
-"""Histograms over the steps of a run: reward, length, advantage, staleness, difficulty; and pass@k.
+"""Histograms over the steps of a run: of samples, of groups and of trained tokens; and pass@k.
 
 A long run has more samples than can be read for one request. Steps are visited from coarse to fine, with some
 groups of each, until all are read or the time is over; the result names how much of the run it covers.
 """
-
-from __future__ import annotations
 
 import itertools
 import sqlite3
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from slime.observability.rollout_metrics import pass_rates
+from slime.record.additions import BINS, read_histogram
 from slime.record.samples import read_tokens
 from slime.utils.types import version_number
 
@@ -69,6 +68,13 @@ def distributions(connection: sqlite3.Connection, kind: str, dataset: str | None
     rates = [pass_rates(rewards for rewards in step.groups.values() if rewards) for step in read]
     names = ("reward", "length", "advantage", "staleness", "difficulty")
     histograms = {name: _histogram([step.values.get(name, []) for step in read]) for name in names}
+    for name, (low, high, bins) in BINS.items() if kind == "train" and read else ():
+        counts = np.array(read_histogram(connection, name, [step.step for step in read]))
+        used = np.flatnonzero(counts.sum(axis=0))
+        if len(used):  # without the empty bins at both ends
+            edges = np.linspace(low, high, bins + 1)
+            sums, part = counts @ ((edges[1:] + edges[:-1]) / 2), slice(used[0], used[-1] + 1)
+            histograms[name] = _as_json(edges[used[0] : used[-1] + 2], counts[:, part], sums)
     return {
         "steps": [step.step for step in read],
         "of_steps": of_steps,
@@ -137,7 +143,11 @@ def _histogram(columns: Sequence[Sequence[float]]) -> Mapping[str, Any] | None:
     bins = len(edges) - 1
     places = np.minimum(np.searchsorted(edges, values, "right") - 1, bins - 1)
     counts = np.bincount(steps * bins + places, minlength=len(columns) * bins).reshape(-1, bins)
-    sums, sizes = np.bincount(steps, values, len(columns)), counts.sum(axis=1)
+    return _as_json(edges, counts, np.bincount(steps, values, len(columns)))
+
+
+def _as_json(edges: np.ndarray, counts: np.ndarray, sums: np.ndarray) -> Mapping[str, Any]:
+    sizes = counts.sum(axis=1)
     means = [float(total / size) if size else None for total, size in zip(sums, sizes, strict=True)]
     return {"edges": edges.tolist(), "counts": counts.tolist(), "means": means}
 

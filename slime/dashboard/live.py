@@ -4,8 +4,6 @@ Requests after a notification cost CPU time that a run on the same machine may n
 rarer the more they cost: the dashboard uses `_SHARE` of one core, however many browsers are connected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -19,7 +17,7 @@ from slime.liveness.wait_table import read_table
 LOOK_S = 1.0
 _SHARE = 0.004  # of one core
 _LONGEST_S = 15.0  # between two notifications, whatever they cost
-_FILES = ("metrics.jsonl", "record.db", "record.db-wal", "run.json", "logs/driver.log")
+_FILES = ("metrics.jsonl", "record.db", "record.db-wal", "run.json", "labels.json", "logs/driver.log")
 
 
 class Watch:

@@ -1,7 +1,5 @@
 """Reads the logs of a run: a part of a file, and the advice and errors in them."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import threading

@@ -1,7 +1,5 @@
 """One run for the dashboard: its settings, state and headline metrics, and its record."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -22,6 +20,7 @@ from slime.liveness import phases
 from slime.liveness.wait_table import read_table
 from slime.record import RECORD_FILE, RecordError
 from slime.record.actions import read_actions
+from slime.record.labels import read_labels
 from slime.record.schema import open_for_reading
 from slime.utils.files.folder_lock import is_locked
 from slime.utils.files.run_file import RUN_FILE, RunRecord, name_of_run, no_run, read_run, runs_inside
@@ -52,7 +51,7 @@ class RunFolder:
         self.path, self.key = path.resolve(), key
         if not (self.path / RUN_FILE).is_file() and not (self.path / RECORD_FILE).is_file():
             raise NotARun(f"{path} is no folder of a run: it has neither {RUN_FILE} nor {RECORD_FILE}.")
-        self.curves = Curves(self.path)
+        self.curves, self.system = Curves(self.path), Curves(self.path, "system.jsonl")
         self.positions = Positions()
         self.log_trouble = LogTrouble(self.path)
         self._held = threading.local()
@@ -127,6 +126,7 @@ class RunFolder:
             "group": self.group,
             "model": _setting(run, "hf_checkpoint"),
             "method": _method(run),
+            **read_labels(self.path),
         }
 
     def details(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.record.additions import read_advantage
+from slime.record.images import read_images
 from slime.record.reader import conditions
 from slime.record.samples import read_tokens
 
@@ -293,6 +294,7 @@ def one(connection: sqlite3.Connection, row: int) -> dict[str, Any] | None:
         "mask": tokens.loss_mask,
         "versions": tokens.versions,
         "advantage": None if advantage is None else {"value": advantage.value, "tokens": advantage.tokens},
+        "images": read_images(connection, answer["group_row"], row),
         "turns": tokens.turns,
         "episode": _episode(connection, answer["group_row"], tokens.execution) if tokens.turns else [],
         "siblings": _siblings(connection, answer["group_row"]),

@@ -1,7 +1,5 @@
 """The dashboard's web server: JSON about runs, computed on a few threads, and the static files."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import json
@@ -23,13 +21,14 @@ from slime.dashboard.run_folder import RUNNING, RunFolder, explain
 from slime.dashboard.trouble import trouble_of
 from slime.record import RecordError
 from slime.record.actions import ask, read_actions
+from slime.record.labels import write_labels
 from slime.utils.http_utils import is_loopback
 
 _STATIC = Path(__file__).parent / "static"
 _THREADS = 4
-_MAX_CURVES = 64
+_MAX_CURVES, _MAX_SYSTEM = 64, 256
 _SHOWN_RUNS = 32
-_MAX_BODY = 4096
+_MAX_BODY = 16384
 _WORTH_PACKING = 2000  # bytes
 Answer = Callable[["Page", RunFolder, web.Request], Any]
 
@@ -110,6 +109,7 @@ class Page:
         return response
 
     async def _act(self, request: web.Request) -> web.Response:
+        """Ask something of the run, or change its labels."""
         run = self._run(request)
         if not self.may_act:
             raise web.HTTPForbidden(text="this dashboard is read-only")
@@ -117,10 +117,13 @@ class Page:
             body = await request.json()
             name, value = body["name"], body.get("value")
             value = float(value) if value is not None else None
+            labels = ([str(tag) for tag in body["tags"]], str(body["note"])) if name == "label" else None
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            raise web.HTTPBadRequest(text="an action is {name, value}") from None
+            raise web.HTTPBadRequest(text="an action is {name, value}, or {name, tags, note}") from None
 
         def write() -> dict[str, Any]:
+            if labels is not None:
+                return write_labels(run.path, *labels)
             if run.state != RUNNING:
                 raise ValueError(f"the run does not run: {run.state}")
             return {"id": ask(run.path, str(name), value, "page")}
@@ -147,6 +150,13 @@ def _curves(page: Page, run: RunFolder, request: web.Request) -> Any:
         for name in names
     ]
     return [series for series in found if series is not None]
+
+
+def _system(page: Page, run: RunFolder, request: web.Request) -> Any:
+    """Return one curve over time for each process and each of CPU, memory, GPU memory and GPU utilisation."""
+    run.system.read()
+    width = min(int(request.query.get("width", 400)), 2000)
+    return [run.system.series(name, width=width, by_time=True) for name in run.system.names()[:_MAX_SYSTEM]]
 
 
 def _samples(page: Page, run: RunFolder, request: web.Request) -> Any:
@@ -197,6 +207,7 @@ _ANSWERS: dict[str, Answer] = {
     "/record": lambda page, run, request: run.record_facts(),
     "/metrics": _metrics,
     "/curves": _curves,
+    "/system": _system,
     "/samples": _samples,
     "/samples/{row:[0-9]+}": _of_record(lambda db, asked: sample_pages.one(db, int(asked.match_info["row"]))),
     "/steps": _of_record(lambda db, asked: sample_pages.steps_of(db, _kind(asked))),

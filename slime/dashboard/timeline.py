@@ -1,7 +1,5 @@
 """Reads the spans of a run for the dashboard's timeline and for trace files."""
 
-from __future__ import annotations
-
 import heapq
 import json
 import re

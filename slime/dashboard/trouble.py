@@ -1,7 +1,5 @@
 """Lists the problems of a run, worst first: how it ended, silence, counted failures, advice."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.liveness import waits
+from slime.liveness import usage, waits
 from slime.liveness.heartbeat import ENGINE_PATH
 from slime.liveness.vital_signs import Signs, signs_of_group
 from slime.utils import http_utils
@@ -103,6 +103,7 @@ class EngineServer:
                 pass_fds=[self._life.read_fd],
                 start_new_session=True,  # Ctrl-C goes to the driver alone, which stops the engine in order
             )
+        usage.follow(self.plan.name, self._process.pid, {**os.environ, **self.plan.env}, whole=True)
 
     def _take_port(self) -> None:
         """From the first start on it is held, also between two lives, where a connection could get it."""

@@ -5,8 +5,6 @@ deadline. A run in which none of this happens for `--timeouts hang` hangs; while
 gets twelve times as long.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging

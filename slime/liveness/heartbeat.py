@@ -6,8 +6,6 @@ silence, but a stopped process is, and so is one that hangs with Python's lock h
 thread with its own event loop: user code that blocks the driver's loop must not make others look dead.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

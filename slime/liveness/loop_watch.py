@@ -4,8 +4,6 @@ A coroutine that sleeps without `await`, computes for long or meets a catastroph
 all others, and no deadline of asyncio reaches it. This module only logs the line where it stands.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

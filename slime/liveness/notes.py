@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from traceback import walk_stack
 from types import FrameType
 
-from slime.liveness import waits
+from slime.liveness import usage, waits
 
 _COLLECTIVES = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication")
 _DEPTH = 12  # innermost frames that are searched for a collective
@@ -37,6 +37,9 @@ class Notes:
 
     moves: int = 0
     waits: list[NotedWait] = field(default_factory=list)
+    usage: dict[str, usage.Usage] = field(
+        default_factory=dict
+    )  # by process: the worker, and those it follows
 
 
 @dataclass(eq=False, slots=True)
@@ -79,7 +82,7 @@ def take_notes() -> Notes:
         else:
             what, target = _describe(frame)
             found.append(NotedWait(f"{call.method}: {what}", target, now - call.since, None))
-    return Notes(_moves + waits.num_ended(), found)
+    return Notes(_moves + waits.num_ended(), found, usage.readings())
 
 
 def _describe(innermost: FrameType) -> tuple[str, str]:

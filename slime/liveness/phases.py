@@ -3,8 +3,6 @@
 The parts of its start are logged when they end, as records with a `phase` (`Ended`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

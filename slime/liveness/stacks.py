@@ -4,8 +4,6 @@ The interpreter itself writes those of the threads, so that a process that hangs
 Python's lock writes them too; the asyncio tasks follow when the main thread runs Python code again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

@@ -4,8 +4,6 @@ On a loaded machine silence alone proves little: a hanging process uses no CPU, 
 one that gets no turn is runnable. So the patience with a silent process depends on what it is seen to do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -4,8 +4,6 @@
 a deadline is bounded by the heartbeat of its target.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@
 driver with every heartbeat, and the driver writes them all to a file (`slime.liveness.wait_table`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib

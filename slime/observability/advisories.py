@@ -4,8 +4,6 @@ An `Advisor` sees the metrics as they are logged. A check reads their history an
 flag that helps, or None. Checks wait for a few steps, because one odd batch is not a pattern.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Logging of this process, and one process-wide tracker for plug-ins that report their own metrics."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping

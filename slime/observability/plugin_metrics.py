@@ -1,7 +1,5 @@
 """Metric functions with the names and signatures of THUDM/slime, for plug-ins."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma

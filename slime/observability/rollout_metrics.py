@@ -1,7 +1,5 @@
 """Rollout and evaluation metrics: pure functions from samples to a flat dict of numbers."""
 
-from __future__ import annotations
-
 import statistics
 import zlib
 from collections import Counter

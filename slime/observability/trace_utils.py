@@ -9,8 +9,6 @@ A trace is a plain dict on the sample:
 Tracing never raises; a target that cannot be traced is ignored.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Requests to a running run: rows that the loop reads between two steps and responds to in place."""
 
-from __future__ import annotations
-
 import contextlib
 import sqlite3
 import time

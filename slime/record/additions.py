@@ -1,7 +1,7 @@
 """Data that the record stores in addition to the samples: the text of each token id, and advantages."""
 
-from __future__ import annotations
-
+import contextlib
+import json
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ import numpy as np
 
 from slime.utils.types import Sample
 
+# Name -> lowest value, highest value and number of bins of equal width. Most ratios are 1: a bin's middle.
+BINS = {"ratio": (0.475, 1.525, 21), "entropy": (0.0, 6.0, 24)}
 Pieces = Callable[[Sequence[int]], Sequence[str]]  # token ids -> the text of each
 
 
@@ -60,6 +62,28 @@ def write_advantages(
         "INSERT OR REPLACE INTO advantages VALUES (?, ?, ?)",
         [(row, a.value, None if a.tokens is None else _as_bytes(a.tokens)) for row, a in found],
     )
+
+
+def write_histograms(
+    connection: sqlite3.Connection, rollout_id: int, parts: Sequence[dict[str, list[int]]]
+) -> None:
+    """Write the histograms of a step's trained tokens, summed over `parts`, which have the bins of `BINS`."""
+    for name in BINS:
+        columns = zip(*(part[name] for part in parts if name in part), strict=True)
+        if total := [sum(column) for column in columns]:
+            row = (rollout_id, name, json.dumps(total))
+            connection.execute("INSERT OR REPLACE INTO histograms VALUES (?, ?, ?)", row)
+
+
+def read_histogram(connection: sqlite3.Connection, name: str, steps: Sequence[int]) -> list[list[int]]:
+    """Return the number of tokens in each bin for each step; zeros where it was not recorded."""
+    query = (
+        f"SELECT rollout_id, counts FROM histograms WHERE name = ? AND rollout_id IN {tuple([*steps, -1])}"
+    )
+    found: dict[int, list[int]] = {}
+    with contextlib.suppress(sqlite3.OperationalError):  # an older version wrote the record
+        found = {step: json.loads(counts) for step, counts in connection.execute(query, (name,))}
+    return [found.get(step, [0] * BINS[name][2]) for step in steps]
 
 
 def _as_bytes(values: Sequence[float]) -> bytes:

@@ -4,8 +4,6 @@ Only the history that the run continued counts. What happened after the point fr
 was lost with its process, and happened again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

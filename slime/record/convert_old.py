@@ -5,8 +5,6 @@ can be deleted after the next release, together with `_OLDER` in slime.record.sc
 Stored samples and batches that are damaged are left out: the run generates them again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

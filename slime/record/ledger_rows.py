@@ -17,8 +17,6 @@
 A step that was lost with its process is consumed again; `resumed` says which steps count no more.
 """
 
-from __future__ import annotations
-
 import logging
 import sqlite3
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Reads a run's record: its rollouts, the samples of one, the same prompt early and late."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The rows of a rollout in the record: one per group and one per sample, with its token-level numbers."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import zlib
@@ -11,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.record.images import images_of_group
 from slime.record.texts import json_text, prompt_hash, prompt_text, storable
 from slime.utils import codec
 from slime.utils.types import Sample, flatten_samples
@@ -86,6 +85,8 @@ def write_groups(
             (rollout, *_group_row(entry, numbers)),
         ).lastrowid
         rows += [(group, *_sample_row(sample, n)) for sample, n in zip(entry.samples, numbers, strict=True)]
+        images = [(group, *image) for image in images_of_group(entry.samples)]
+        connection.executemany("INSERT INTO images VALUES (?, ?, ?, ?)", images)
     connection.executemany(
         "INSERT INTO samples (group_row, sample_index, execution, status, reward, reward_parts, failure, "
         "response, num_tokens, numbers) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",

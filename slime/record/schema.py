@@ -1,7 +1,5 @@
 """Opens `record.db` for the one writer or for a reader, and checks its schema."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sqlite3
@@ -60,6 +58,7 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
         if _check_schema(connection, path) in _OLDER:
             logger.info("converting %s, which an older version of slime wrote", path)
             convert_old.convert(connection)
+        create_tables(connection)  # those of this version that the file lacks
         if _check_owner(connection, path, run_id) != run_id:
             with connection:  # a run that ended before its first rollout leaves nothing to keep
                 for table in ("ledger", "ledger_finished", "ledger_rollouts", "spans", "actions"):
@@ -96,6 +95,7 @@ def forget_groups(connection: sqlite3.Connection, rollout: int) -> None:
     for query in (
         f"DELETE FROM advantages WHERE sample IN {samples}",
         f"DELETE FROM samples WHERE group_row IN {groups}",
+        f"DELETE FROM images WHERE group_row IN {groups}",
         "DELETE FROM groups WHERE rollout = ?",
     ):
         connection.execute(query, (rollout,))

@@ -4,6 +4,8 @@
     groups     one row per prompt group: the prompt, its label, the outcome of the group and its reason
     samples    one row per response: text, reward and its parts, and the token-level numbers
     advantages one row per response: the advantage that the trainer computed
+    histograms how ratios and entropies of a step's trained tokens are distributed
+    images     small copies of the images that samples show
     pieces     the text of every token id that occurred
     spans      what took how long in which lane: the loop, engines, rewards, trainer ranks, weight pushes
     actions    what a user asked of the run, and how the run responded between two steps
@@ -15,8 +17,6 @@ When the file reaches its limit, the oldest rollouts lose their groups and sampl
 `forget_groups` removes what refers to a removed row. SQLite could do that too, but would then look up the
 group of every sample that is written.
 """
-
-from __future__ import annotations
 
 import sqlite3
 
@@ -66,6 +66,19 @@ CREATE TABLE IF NOT EXISTS advantages (
     value REAL NOT NULL,            -- mean over the trained tokens
     tokens BLOB                     -- float32, one per response token, NULL: all are `value`
 );
+CREATE TABLE IF NOT EXISTS histograms (
+    rollout_id INTEGER NOT NULL,
+    name TEXT NOT NULL,             -- slime.record.additions.BINS
+    counts TEXT NOT NULL,           -- JSON
+    PRIMARY KEY (rollout_id, name)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS images (
+    group_row INTEGER NOT NULL REFERENCES groups ON DELETE CASCADE,
+    member INTEGER NOT NULL,        -- number of the first sample of the group that shows it
+    place INTEGER NOT NULL,         -- among the images of that sample
+    data BLOB NOT NULL,             -- slime.record.images
+    PRIMARY KEY (group_row, member, place)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS pieces (token INTEGER PRIMARY KEY, text TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS spans (
     id INTEGER PRIMARY KEY,

@@ -1,7 +1,5 @@
 """Text for the columns of the record: JSON of whatever a user's function produced, and prompts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

@@ -5,8 +5,6 @@ Finished samples whose batch is complete by then are not stored separately. A wr
 is retried in smaller parts; the run continues, and the file says how much could not be written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

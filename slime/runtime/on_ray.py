@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from slime.arguments import Args
 from slime.catalog.deadlines import timeout_s
-from slime.liveness import stacks, waits
+from slime.liveness import stacks, usage, waits
 from slime.liveness.notes import Notes, take_notes, working
 from slime.liveness.vital_signs import Signs, signs_of
 from slime.runtime import reports
@@ -80,6 +80,7 @@ class _Actor:
             for fd in (1, 2):
                 os.dup2(file.fileno(), fd)
         waits.name_process(log[1])
+        usage.follow(log[1], os.getpid())
         reports.keep_reports()
         self._made: concurrent.futures.Future[Any] = concurrent.futures.Future()  # the object, or why not
 

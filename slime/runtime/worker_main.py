@@ -22,7 +22,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slime.liveness import stacks, waits
+from slime.liveness import stacks, usage, waits
 from slime.liveness.heartbeat import BEAT_S
 from slime.liveness.notes import take_notes, working
 from slime.runtime import reports
@@ -138,6 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the driver, which ends us in order
     waits.name_process(options.name)
+    usage.follow(options.name, os.getpid())
     reports.keep_reports()
     stacks.answer_signal()
     garbage.search_seldom()

@@ -9,6 +9,7 @@ from torch import Tensor
 from slime.backends.base import MicroBatch, NonFiniteStepError, StepStats
 from slime.backends.shared.microbatch import split_by_sample
 from slime.backends.shared.trainer_base import TrainBackend
+from slime.record.additions import BINS
 from slime.utils.errors import RunStopped
 from slime.utils.types import RolloutBatch
 
@@ -24,6 +25,18 @@ class TokenWatch:
     def record(self, mb: MicroBatch, terms: dict[str, Tensor]) -> None:
         """Remember terms [R] of the micro-batch's response tokens."""
         self._records.append((mb, {name: value.detach() for name, value in terms.items()}))
+
+    def histograms(self) -> dict[str, list[int]]:
+        """Return the number of trained tokens in each bin of `BINS`; values beyond them count at the ends."""
+        found = {}
+        records = [(mb.loss_mask != 0, terms) for mb, terms in self._records if mb.positions]
+        for name, (low, high, count) in BINS.items() if records else ():
+            term = "ppo_kl" if name == "ratio" else name
+            values = torch.cat([terms[term][trained] for trained, terms in records]).float()
+            values = torch.exp(-values) if name == "ratio" else values
+            places = ((values.nan_to_num(low) - low) * (count / (high - low))).clamp(0, count - 1).long()
+            found[name] = torch.bincount(places, minlength=count).tolist()
+        return found
 
     def by_sample(self, *only: str) -> dict[int, dict[str, Tensor]]:
         """Return position in the rank's batch -> its terms (only those in `only`), each [R_i] on the CPU."""

@@ -84,6 +84,7 @@ class TrainingStep:
         self._sampler = "actor"  # tag of the weights that sampled the batch; set when the samples are scored
         self._seconds: dict[str, float] = {}
         self._flops: dict[str, float] = {}  # of this rank, of each pass in RATED_PASSES
+        self.histograms: list[dict[str, list[int]]] = []  # of this rank's tokens, for each optimizer step
         self.tracer = Tracer(rollout_id=rollout_id)
 
     def run(self) -> StepReport:
@@ -261,6 +262,7 @@ class TrainingStep:
         if index == 0 and recorded_now and checked:
             check_on_policy(backend, stats, step.num_tokens)
         metrics = step_metrics(stats, step)
+        self.histograms.append(watch.histograms() if args.loss_type == "policy_loss" else {})
         check_step(args, backend, self.rollout_id, index, metrics)
         return metrics
 

@@ -1,16 +1,27 @@
 """The page in a real browser: every view of every kind of run, live, hostile, narrow, dark, by keys alone."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import random
 import re
 import shutil
+import sqlite3
 import time
 from pathlib import Path
 
 import pytest
-from page_world import HOSTILE, START, make_agent_run, make_run, make_sample, metric_lines, serving
+from page_world import (
+    HOSTILE,
+    START,
+    make_agent_run,
+    make_image_run,
+    make_run,
+    make_sample,
+    metric_lines,
+    serving,
+)
 
 from slime.liveness.wait_table import WaitRow, write_table
 from slime.record import RecordWriter, group_entries
@@ -24,7 +35,9 @@ VIEWS = (
     "curves",
     "samples",
     "prompts",
+    "distributions",
     "timeline",
+    "system",
     "waste",
     "settings",
     "logs",
@@ -53,6 +66,7 @@ def world(tmp_path_factory):
     make_run(folder / "crashed", 3, exit="RuntimeError: CUDA out of memory", lr=2e-6, text=HOSTILE)
     make_run(folder / HOSTILE.replace("/", "_")[:60], 2, text=HOSTILE)
     make_agent_run(folder / "agent")
+    make_image_run(folder / "images")
     (folder / "empty").mkdir()
     (folder / "empty" / "run.json").write_text("{}")
     with serving(folder) as (url, token):
@@ -216,11 +230,61 @@ def test_two_responses_of_a_group_are_compared_word_by_word(open_page, world):
     assert page.inner_text(".diff del") == "36" and page.inner_text(".diff ins") == "63"
 
 
+def test_images_are_shown_where_their_message_is(open_page, world):
+    page = open_page(world[0], "#/samples?runs=images&step=1&order=worst")
+    page.wait_for_selector(".images img")
+    size = "images => images.map(image => [image.naturalWidth, image.naturalHeight])"
+    assert page.eval_on_selector_all(".images img", size) == [[40, 30]]
+    page.click(".vlist .row >> nth=1")
+    page.wait_for_selector(".turn.tool .images img")
+    assert page.eval_on_selector_all(".turn.user .images img", size) == [[40, 30]]
+    assert page.eval_on_selector_all(".turn.tool .images img", size) == [[512, 341]]
+    assert "image_pad" not in page.inner_text(".turns") and "[image]" in page.inner_text(".turn.user")
+    # Only what the policy sampled is coloured.
+    marks = page.eval_on_selector_all(".tokens i", "marks => marks.map(mark => mark.className)")
+    assert marks == ["p7", "p7"]
+
+
+@pytest.mark.parametrize(
+    "data", [b"<svg onload='document.title=1'>", b"GIF89a", b"\x89PNG\r\n\x1a\n" + bytes(9 << 17)]
+)
+def test_what_is_no_image_is_never_given_to_the_browser(open_page, tmp_path, data):
+    make_image_run(tmp_path / "images")
+    with contextlib.closing(sqlite3.connect(tmp_path / "images" / "record.db")) as connection, connection:
+        connection.execute("UPDATE images SET data = ?", (data,))
+    with serving(tmp_path / "images") as (url, _):
+        page = open_page(url, "#/samples?step=1&order=worst")
+        see(page, ".images", "Image 1 cannot be shown.")
+        assert page.query_selector("main img") is None
+        page.close()
+
+
+def test_system_curves_have_a_line_for_each_process(open_page, world):
+    page = open_page(world[0], "#/overview?runs=good")
+    page.keyboard.press("s")
+    page.wait_for_selector("body[data-view=system] .chart canvas >> nth=3")
+    titles = page.eval_on_selector_all(".chart h2 .t", "marks => marks.map(mark => mark.textContent)")
+    assert [title.partition(" (")[0] for title in titles] == [
+        "CPU",
+        "Memory",
+        "GPU utilisation",
+        "GPU memory",
+    ]
+    assert page.locator(".chart >> nth=0").locator(".u-series").count() == 5  # with the time
+    with page.expect_download() as download:
+        page.click("button[aria-label='Download as CSV: cpu_cores']")
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert lines[0] == "time,driver,engine-0,engine-1,trainer-0" and len(lines) == 25
+    page = open_page(world[0], "#/system?runs=empty")
+    see(page, "main", "Nothing is known of the machines yet")
+
+
 def test_distributions_are_drawn_over_steps_and_lead_to_samples(open_page, world):
     page = open_page(world[0], "#/distributions?runs=good")
     titles = page.eval_on_selector_all(".chart h2 .t", "marks => marks.map(mark => mark.textContent)")
     assert titles == [
-        *["Reward", "Response length", "Advantage", "Staleness", "Prompts by difficulty", "pass@k of groups"],
+        *["Reward", "Response length", "Advantage", "Staleness", "Prompts by difficulty"],
+        *["Ratio", "Entropy", "pass@k of groups"],
     ]
     assert "48 samples of 6 steps" in page.inner_text(".bar") and "What is 0+0?" in page.inner_text(
         ".hardest"
@@ -262,7 +326,26 @@ def test_all_runs_are_in_a_table_that_sorts_and_groups_by_seed(open_page, seeds)
     see(page, ".bar", "2 of 3 selected")
     with page.expect_download() as download:
         page.click(".bar button:has-text('CSV')")
-    assert Path(download.value.path()).read_text().startswith("Run,State,Reward,Step,Time")
+    assert Path(download.value.path()).read_text().startswith("Run,State,Tags,Reward,Step,Time")
+
+
+def test_tags_and_a_note_are_edited_on_the_page(open_page, tmp_path):
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", 4)
+    with serving(tmp_path) as (url, token):
+        page = open_page(url, f"#/runs?token={token}")
+        page.click("button[aria-label='Tags and note of b']")
+        page.fill("dialog input[aria-label=Tags]", "baseline, <b>bold</b>")
+        page.fill("dialog textarea", HOSTILE)
+        page.click("dialog button:has-text('Save')")
+        page.wait_for_selector("dialog", state="detached")
+        names = page.eval_on_selector_all(".runs .tag", "marks => marks.map(mark => mark.textContent)")
+        assert names == ["baseline", "<b>bold</b>"] and page.inner_text("td.note >> nth=1") == HOSTILE
+        page.fill("input[aria-label='Filter runs']", "baseline")
+        assert page.locator(".runs tbody tr").count() == 1
+        page.goto(f"{url}/#/overview?runs=b")
+        see(page, "h1 .tag", "baseline")
+        page.close()
 
 
 def test_runs_that_differ_by_their_seed_are_one_curve_with_a_band(open_page, seeds):

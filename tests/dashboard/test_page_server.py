@@ -8,8 +8,10 @@ import urllib.request
 import pytest
 from page_world import HOSTILE, make_agent_run, make_run, serving
 
+from slime.cli.main import main
 from slime.dashboard import distributions
 from slime.liveness.wait_table import WaitRow, write_table
+from slime.record.labels import LABELS_FILE, read_labels
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.run_file import add_restart
 
@@ -354,3 +356,32 @@ def test_distributions_of_a_long_run_read_a_part_of_it_in_time(tmp_path, monkeyp
         assert len(found["steps"]) <= 64 and found["steps"][-1] == 149 and found["of_steps"] == 150
         monkeypatch.setattr(distributions, "_DEADLINE_S", 0.0)
         assert answer(f"{url}/api/runs/long/distributions")["steps"] == [149]
+
+
+def test_tags_and_notes_are_kept_in_the_folder_of_the_run_and_need_the_token(tmp_path):
+    folder = make_run(tmp_path / "good", 1)
+    with serving(folder) as (url, token):
+        actions = f"{url}/api/runs/good/actions"
+        body = {"name": "label", "tags": ["  base  line", "base line", ""], "note": HOSTILE}
+        assert status_of(actions, body=body) == 401 and status_of(actions, body=body, token="wrong") == 401
+        kept = {"tags": ["base line"], "note": HOSTILE}
+        assert answer(actions, body=body, token=token) == kept == read_labels(folder)
+        [run] = answer(f"{url}/api/runs")["runs"]
+        assert {"tags": run["tags"], "note": run["note"]} == kept
+        for wrong in ({"tags": 1, "note": ""}, {"tags": []}, {"tags": ["a" * 41], "note": ""}):
+            assert status_of(actions, body={"name": "label", **wrong}, token=token) == 400
+        assert status_of(actions, body={**body, "note": "a" * 1001}, token=token) == 400
+        assert read_labels(folder) == kept
+    (folder / LABELS_FILE).write_text("[1")
+    assert read_labels(folder) == {"tags": [], "note": ""}
+    with serving(folder, may_act=False) as (url, token):
+        assert status_of(f"{url}/api/runs/good/actions", body=body, token=token) == 403
+
+
+def test_the_command_line_sets_and_shows_tags_and_a_note(tmp_path, capsys):
+    folder = make_run(tmp_path / "good", 1)
+    assert main(["note", str(folder), "too high", "--tags", "a, b"]) == 0
+    assert main(["note", str(folder), "--tags", ""]) == 0
+    assert capsys.readouterr().out == "tags: a, b\nnote: too high\ntags: none\nnote: too high\n"
+    assert main(["note", str(folder), "x" * 1001]) == 2 and "shorten it" in capsys.readouterr().err
+    assert main(["note", str(tmp_path)]) == 2 and "is no folder of a run" in capsys.readouterr().err

@@ -1,15 +1,26 @@
 """What stands beside the answers in a record: spans, actions, pieces of text, advantages; older files."""
 
+import base64
 import contextlib
+import io
 import sqlite3
 
 import pytest
+from PIL import Image
 
 from slime.liveness import waits
 from slime.observability.tracer import Span, spans_of_samples, spans_of_waits, write_spans
 from slime.record import RecordWriter, group_entries
 from slime.record.actions import ask, read_actions, write_answer
-from slime.record.additions import Advantage, PieceBook, read_advantage, write_advantages
+from slime.record.additions import (
+    Advantage,
+    PieceBook,
+    read_advantage,
+    read_histogram,
+    write_advantages,
+    write_histograms,
+)
+from slime.record.images import read_images
 from slime.utils.types import Sample
 
 MIB = 1 << 20
@@ -131,3 +142,74 @@ def test_waits_that_took_a_while_have_a_lane_of_whoever_waited(monkeypatch):
     found = {(span.lane, span.name, span.about.get("for")) for span in spans_of_waits(3)}
     assert found == {("waits: rollout", "a group", None), ("waits: driver", "POST /pause", "engine-0")}
     assert spans_of_waits(3) == []
+
+
+def test_histograms_of_ranks_are_added_up_and_replaced_by_a_repeated_step(tmp_path):
+    first, other = [0] * 21, [0] * 21
+    first[10], other[10], other[20] = 5, 2, 1
+    parts = [{"ratio": first}, {"ratio": other, "entropy": [1] * 24}, {}]
+    again = [{"ratio": first}]
+    write(
+        *(tmp_path, [make_sample(0)]),
+        lambda connection: write_histograms(connection, 0, parts),
+        lambda connection: write_histograms(connection, 1, parts),
+        lambda connection: write_histograms(connection, 1, again),
+    )
+    with contextlib.closing(sqlite3.connect(tmp_path / "record.db")) as connection:
+        added, replaced, none = read_histogram(connection, "ratio", [0, 1, 2])
+        assert (added[10], added[20], sum(added)) == (7, 1, 8) and replaced == first and none == [0] * 21
+        assert read_histogram(connection, "entropy", [0]) == [[1] * 24]
+
+
+def test_a_record_from_before_histograms_and_images_is_read_and_continued(tmp_path):
+    write(tmp_path, [make_sample(0)])
+    with contextlib.closing(sqlite3.connect(tmp_path / "record.db")) as connection, connection:
+        connection.execute("DROP TABLE histograms")
+        connection.execute("DROP TABLE images")
+        assert read_histogram(connection, "ratio", [0]) == [[0] * 21] and read_images(connection, 1, 1) == []
+    write(tmp_path, [make_sample(0)], lambda c: write_histograms(c, 0, [{"ratio": [1] * 21}]))
+    with contextlib.closing(sqlite3.connect(tmp_path / "record.db")) as connection:
+        assert read_histogram(connection, "ratio", [0]) == [[1] * 21]
+
+
+def images_in(path):
+    """Return the size of each image of every sample, by its row."""
+    with contextlib.closing(sqlite3.connect(path / "record.db")) as connection:
+        rows = connection.execute("SELECT group_row, id FROM samples ORDER BY id").fetchall()
+        found = [read_images(connection, *row) for row in rows]
+        [(stored,)] = connection.execute("SELECT count(*) FROM images").fetchall()
+    opened = [
+        [url and Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+        for urls in found
+    ]
+    return [[picture and (picture.format, picture.size) for picture in urls] for urls in opened], stored
+
+
+def test_images_of_samples_are_kept_small_and_once_for_those_that_share_them(tmp_path):
+    small, large = Image.new("RGBA", (28, 20), "red"), Image.new("RGB", (2000, 1000), "blue")
+    shows = [[small], [small], [small, large], [], ["http://example.com/a.png", b"GIF89a"], [small]]
+    samples = [make_sample(i, multimodal_inputs={"images": shown}) for i, shown in enumerate(shows)]
+    for sample in samples:
+        sample.group_index = 0
+    writer = RecordWriter(tmp_path / "record.db", "run-1", 64 * MIB)
+    writer.add("train", 0, group_entries(samples, "trained"))
+    writer.add("train", 1, group_entries([make_sample(9, multimodal_inputs="nonsense")], "trained"))
+    writer.close()
+    png, jpeg = ("PNG", (28, 20)), ("JPEG", (512, 256))
+    found, stored = images_in(tmp_path)
+    assert found == [[png], [png], [png, jpeg], [], [None, None], [png], []] and stored == 7
+    write(tmp_path, [make_sample(20)])  # takes the place of the first rollout
+    assert images_in(tmp_path) == ([[], []], 0)
+
+
+@pytest.mark.parametrize(
+    "data", [b"<svg onload=alert(1)>", "text", b"\x89PNG\r\n\x1a\n" + bytes(1 << 20), b"GIF89a", None]
+)
+def test_only_a_png_or_a_jpeg_of_a_modest_size_is_given_to_a_browser(tmp_path, data):
+    def insert(connection):
+        connection.execute("INSERT INTO images VALUES (1, 0, 0, ?)", (data or b"\xff\xd8\xff",))
+
+    write(tmp_path, [make_sample(0)], insert)
+    with contextlib.closing(sqlite3.connect(tmp_path / "record.db")) as connection:
+        [url] = read_images(connection, 1, 1)
+    assert url == (None if data is not None else "data:image/jpeg;base64,/9j/")

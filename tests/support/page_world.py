@@ -17,7 +17,7 @@ from slime.dashboard.run_folder import open_runs
 from slime.dashboard.server import Page
 from slime.observability.tracer import Span, write_spans
 from slime.record import RecordWriter, group_entries
-from slime.record.additions import Advantage, PieceBook, write_advantages
+from slime.record.additions import Advantage, PieceBook, write_advantages, write_histograms
 from slime.utils.files.run_file import RunRecord, Start, write_run
 from slime.utils.types import Sample
 
@@ -81,15 +81,72 @@ def make_run(folder: Path, steps=6, *, exit="finished", text=None, lr=1e-6, advi
         writer.submit("spans", lambda c, s=spans: write_spans(c, s))
         advantages = [Advantage(s.index, i - 1.5) for i, s in enumerate(groups[0])]
         writer.submit("advantages", lambda c, k=step, a=advantages: write_advantages(c, k, a))
+        counts = {"ratio": [*[0] * 9, 2, 18, 4, *[0] * 9], "entropy": [6 + step, 12, 6, *[0] * 21]}
+        writer.submit("histograms", lambda c, k=step, h=counts: write_histograms(c, k, [h, h]))
         lines += metric_lines(step, at)
     writer.close()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_system_curves(folder / "system.jsonl")
     log = ["[2026-09-21 12:53:20] start.py:1 - INFO: it begins"]
     if advice:
         log.append(
             "[2026-09-21 12:54:20] cluster.py:1 - WARNING: advice: 75% of the answers were cut; raise it."
         )
     (folder / "logs" / "driver.log").write_text("\n".join(log) + "\n")
+    return folder
+
+
+def write_system_curves(file: Path, readings=24) -> None:
+    """What a driver, a rank and two engines used; only the rank has a GPU."""
+    with file.open("w") as lines:
+        for number in range(readings):
+            line = {"time": START + 5 * number, "step_key": "system/time", "step": int(START) + 5 * number}
+            for place, name in enumerate(("driver", "trainer-0", "engine-0", "engine-1")):
+                line[f"system/{name}/cpu_cores"] = (0.1, 1.0, 0.8, 0.7)[place] + 0.1 * (number % 4)
+                line[f"system/{name}/memory_gib"] = 0.4 + place
+            line |= {"system/trainer-0/gpu_percent": 60 + number, "system/trainer-0/gpu_memory_gib": 61.5}
+            lines.write(json.dumps(line) + "\n")
+
+
+def make_image_run(folder: Path) -> Path:
+    """A run of one group whose prompt shows a picture; its second response also shows one by a tool."""
+    from PIL import Image
+
+    make_run(folder, 1)
+    writer = RecordWriter(folder / "record.db", "abc", 256 << 20)
+    red, blue = Image.new("RGB", (40, 30), "#c22"), Image.new("RGB", (900, 600), "#22c")
+    texts = {
+        200: "<|im_start|>user\n<|vision_start|>",
+        201: "<|image_pad|>",
+        202: "<|vision_end|>Which colour is it?<|im_end|>\n<|im_start|>assistant\n",
+        203: "It is ",
+        204: "red.",
+        205: "<|im_end|>\n<|im_start|>tool\n<|vision_start|>",
+        206: "<|vision_end|><|im_end|>\n<|im_start|>assistant\n",
+    }
+    samples = []
+    for copy, response in enumerate(([203, 204], [203, 205, 201, 206, 204])):
+        sampled = [int(token in (203, 204)) for token in response]
+        samples.append(
+            Sample(
+                group_index=95,
+                index=950 + copy,
+                prompt="Which colour is it?",
+                tokens=[200, *[201] * 4, 202, *response],
+                response="".join(texts[i] for i in response),
+                response_length=len(response),
+                reward=float(copy),
+                rollout_log_probs=[-0.1 * one for one in sampled],
+                loss_mask=sampled,
+                version_spans=[("run:1", i, i + 1) for i, one in enumerate(sampled) if one],
+                multimodal_inputs={"images": [red, blue][: copy + 1]},
+                status=Sample.Status.COMPLETED,
+            )
+        )
+    book = PieceBook(lambda ids: [texts[i] for i in ids])
+    writer.add("train", 1, group_entries(samples, "trained"), version="run:1")
+    writer.submit("pieces", lambda connection: book.write(connection, samples))
+    writer.close()
     return folder
 
 

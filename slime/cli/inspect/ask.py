@@ -1,7 +1,5 @@
 """`slime ask RUN ACTION [VALUE]`: pause or stop a run, save or evaluate now, change its learning rate."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

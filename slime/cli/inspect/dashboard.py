@@ -1,7 +1,5 @@
 """`slime dashboard RUN [RUN...]`: show one or several runs in a browser, live or after they ended."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """`slime ledger`: prove that no sample was lost or trained twice, show one sample."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The dashboard of a run with --dashboard: a separate process that ends with the run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import subprocess

@@ -3,8 +3,6 @@
 Runs that differ by their seed only are drawn as one: their mean, and a band of one standard deviation.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import re

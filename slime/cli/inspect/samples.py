@@ -1,7 +1,5 @@
 """`slime samples RUN`: show prompts and the model's responses with their rewards, from a run's record."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """`slime status RUN` and `slime watch RUN`: a run's state, step, metrics, times and current waits."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

@@ -1,7 +1,5 @@
 """`slime trace RUN`: write where each step spent its time, for Perfetto or Chrome."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator, Sequence

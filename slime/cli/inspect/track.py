@@ -1,7 +1,5 @@
 """`slime track RUN NAME`: send an ended run to a tracker, or the rest that the tracker missed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -111,12 +111,13 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class RankNotes:
-    """A rank's report for the record of one step: its spans and the advantages it used.
+    """A rank's report for the record of one step: its spans, the advantages it used, its histograms.
 
     Example: RankNotes([Span(3, "trainer-0", "train", 10.0, 12.0)], [Advantage(25, 0.7)])."""
 
     spans: list[Span] = field(default_factory=list)
     advantages: list[Advantage] = field(default_factory=list)
+    histograms: list[dict[str, list[int]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +315,9 @@ class TrainActor:
 def _notes_of(step: TrainingStep, rank: int, layout: Layout) -> RankNotes:
     """Collect them. Of the ranks that share samples, one reports the advantages."""
     spans = step.tracer.drain(lane=TRAINER.format(rank=rank)) + spans_of_waits(step.rollout_id)
-    tells = layout.tp_rank == layout.cp_rank == layout.pp_rank == 0
-    return RankNotes(spans, _advantages(step) if tells else [])
+    first = layout.tp_rank == layout.cp_rank == 0  # the last stage of a pipeline alone sees tokens
+    tells = first and layout.pp_rank == 0
+    return RankNotes(spans, _advantages(step) if tells else [], step.histograms if first else [])
 
 
 def _advantages(step: TrainingStep) -> list[Advantage]:

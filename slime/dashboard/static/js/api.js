@@ -33,8 +33,9 @@ export async function get(path, params = {}, signal = undefined) {
 
 export const run = (key, rest = "") => `/runs/${encodeURIComponent(key)}${rest}`;
 
-export async function act(key, name, value) {
-  const body = JSON.stringify({ name, value });
+// more: {value} of an action, {tags, note} of "label".
+export async function act(key, name, more) {
+  const body = JSON.stringify({ name, ...more });
   return answer(await fetch(`/api${run(key, "/actions")}`, { method: "POST", headers: { ...headers(), "Content-Type": "application/json" }, body }));
 }
 

@@ -10,14 +10,15 @@ import * as curves from "./views/curves.js";
 import * as samples from "./views/samples.js";
 import * as prompts from "./views/prompts.js";
 import * as distributions from "./views/distributions.js";
+import * as system from "./views/system.js";
 import * as timeline from "./views/timeline.js";
 import * as waste from "./views/waste.js";
 import * as actions from "./views/actions.js";
 import * as settings from "./views/settings.js";
 import * as logs from "./views/logs.js";
 
-const VIEWS = { overview, runs: allRuns, curves, samples, prompts, distributions, timeline, waste, settings, logs, actions };
-const KEYS = { 1: "overview", 2: "curves", 3: "samples", 4: "prompts", 5: "timeline", 6: "waste", 7: "settings", 8: "logs", 9: "actions", 0: "distributions", a: "runs" };
+const VIEWS = { overview, runs: allRuns, curves, samples, prompts, distributions, timeline, system, waste, settings, logs, actions };
+const KEYS = { 1: "overview", 2: "curves", 3: "samples", 4: "prompts", 5: "timeline", 6: "waste", 7: "settings", 8: "logs", 9: "actions", 0: "distributions", a: "runs", s: "system" };
 const keyOf = (view) => Object.keys(KEYS).find((key) => KEYS[key] === view);
 let info = { runs: [] }, shown = null, drawing = 0, connected = null;
 const MANY = 4; // chips of runs; more are in a menu
@@ -93,7 +94,7 @@ function theme(value) {
 }
 
 function help() {
-  const keys = [["1 – 9, 0", "views; the title of a tab names its key"], ["a", "all runs"], ["?", "this list"], ["t", "light or dark"], ["r", "reload the data"], ["arrow keys", "move in lists, charts, tokens and the timeline"], ["+  −  0", "zoom a chart or the timeline"], ["Tab, Enter, Space", "everything else"]];
+  const keys = [["1 – 9, 0", "views; the title of a tab names its key"], ["a", "all runs"], ["s", "system"], ["?", "this list"], ["t", "light or dark"], ["r", "reload the data"], ["arrow keys", "move in lists, charts, tokens and the timeline"], ["+  −  0", "zoom a chart or the timeline"], ["Tab, Enter, Space", "everything else"]];
   const box = h("dialog", { "aria-label": "Keys" }, h("h2", {}, "Keys"), h("table", {}, keys.map(([key, what]) => h("tr", {}, h("td", { class: "mono" }, key), h("td", {}, what)))), h("p", {}, h("button", { class: "main", onclick: () => box.close() }, "Close")));
   box.addEventListener("close", () => box.remove());
   document.body.append(box);

@@ -48,6 +48,18 @@ function plain(role, text) {
   return body.trim() ? [{ role, text: body }] : [];
 }
 
+// Where chat templates of vision-language models place an image, however many tokens it has.
+const IMAGE = /(?:<\|vision_start\|>)?(?:<\|image_pad\|>|<image_soft_token>|<\|image\|>|<image>|\[IMG\])+(?:<\|vision_end\|>|\[IMG_END\])?/g;
+
+// Gives messages the numbers of their images: {text, images: [place]}. Nothing, where the marks do not fit the images.
+export function placeImages(messages, count) {
+  const marks = messages.map((message) => (message.text.match(IMAGE) || []).length);
+  if (marks.reduce((a, b) => a + b, 0) !== count) return false;
+  let at = 0;
+  messages.forEach((message, i) => { message.images = Array.from({ length: marks[i] }, () => at++); if (marks[i]) message.text = message.text.replace(IMAGE, " [image] ").trim(); });
+  return true;
+}
+
 // Tool calls in a response as {name, arguments}. `names`: those that the run's own parser found.
 export function toolCalls(text, names = []) {
   const found = [];

@@ -16,7 +16,7 @@ export async function render(main, context) {
   async function ask(name, value) {
     if (SURE[name] && !window.confirm(SURE[name])) return;
     try {
-      await api.act(key, name, value);
+      await api.act(key, name, { value });
       say("Requested. It takes effect after the current step.");
     } catch (error) {
       if (error.status === 401) api.setToken("");

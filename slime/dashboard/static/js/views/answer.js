@@ -6,7 +6,7 @@ import { link, note, current } from "../route.js";
 import { tip } from "../tip.js";
 import { download } from "../export.js";
 import { wordDiff } from "../diff.js";
-import { conversation, isSampled, tree } from "../turns.js";
+import { conversation, isSampled, placeImages, tree } from "../turns.js";
 
 const SHOWN = 3000; // tokens at first
 const SHOWN_MESSAGES = 40;
@@ -104,6 +104,14 @@ function toolCard(call) {
     call.result !== undefined && [h("div", { class: "dim" }, "result"), h("pre", { class: "text mono" }, call.result)]);
 }
 
+// The record's small copies, which are PNG or JPEG files; anything else is not given to the browser.
+function pictures(answer, places) {
+  return places.length > 0 && h("div", { class: "images" }, places.map((place) => {
+    const source = answer.images[place];
+    return /^data:image\/(png|jpeg);base64,[A-Za-z0-9+/=]+$/.test(source || "") ? h("img", { src: source, alt: `image ${place + 1}`, title: `image ${place + 1} of ${answer.images.length}`, loading: "lazy" }) : h("span", { class: "dim" }, `Image ${place + 1} cannot be shown.`);
+  }));
+}
+
 function facts(message) {
   const turn = message.turn || {}, tokens = message.end !== undefined && `${num(message.end - message.start)} tokens`;
   return [tokens, turn.reward !== undefined && `reward ${num(turn.reward, 3)}`, turn.engine_s && `engine ${duration(turn.engine_s)}`, turn.other_s && `environment ${duration(turn.other_s)}`,
@@ -115,7 +123,7 @@ function messageBox(message, answer, mode, info) {
   const name = `${role}${number !== undefined ? `, turn ${number}` : ""}`;
   const body = message.start !== undefined && mode !== "plain" ? tokenBox(answer, mode, info, message.start, message.end) : h("pre", { class: "text mono" }, message.text);
   return h("li", { class: `turn ${["system", "user", "assistant", "tool"].includes(role) ? role : "environment"}`, "data-turn": number },
-    h("div", { class: "role" }, h("b", {}, name), h("span", { class: "dim" }, facts(message))), body, (message.calls || []).map(toolCard));
+    h("div", { class: "role" }, h("b", {}, name), h("span", { class: "dim" }, facts(message))), pictures(answer, message.images || []), body, (message.calls || []).map(toolCard));
 }
 
 // The branches of an episode: one row of turn numbers for each, children below the turn where they fork.
@@ -143,6 +151,7 @@ async function copy(text, name) {
 export function showAnswer(pane, answer, { key, open, keys }) {
   let mode = current().params.color || "probability";
   const body = h("div", {}), info = h("div", { class: "legend", role: "status" }), messages = conversation(answer);
+  const inTurns = answer.images?.length > 0 && placeImages(messages.filter((message) => message.start === undefined), answer.images.length);
   const policy = messages.filter((message) => message.start !== undefined), several = policy.length > 1 || messages.filter((m) => m.role === "user" || m.role === "system").length > 1;
   function draw() {
     const marks = legend(mode, answer, versionsOf(answer), scaleOf(answer));
@@ -174,7 +183,7 @@ export function showAnswer(pane, answer, { key, open, keys }) {
     answer.failure && h("p", { class: "trouble" }, `no reward: ${answer.failure}`),
     parts.length > 0 && h("p", { class: "dim" }, parts.map(([part, value]) => `${part} ${typeof value === "number" ? num(value) : JSON.stringify(value)}`).join(" · ")),
     branches(answer, open),
-    several ? h("h3", {}, "Conversation") : [h("h3", {}, "Prompt"), h("pre", { class: "text mono" }, answer.prompt), h("h3", {}, "Response")], modes, body,
+    several ? [h("h3", {}, "Conversation"), !inTurns && pictures(answer, (answer.images || []).map((_, i) => i))] : [h("h3", {}, "Prompt"), pictures(answer, (answer.images || []).map((_, i) => i)), h("pre", { class: "text mono" }, answer.prompt), h("h3", {}, "Response")], modes, body,
     answer.siblings.length > 1 && [h("h3", {}, "Group"), h("div", { class: "sib" }, answer.siblings.map((s) => h("button", { type: "button", "aria-current": s.id === answer.id ? "true" : null, onclick: () => open(s.id), title: `${s.length} tokens, ${s.status}` }, num(s.reward, 3)))), compare(answer, key)],
     h("h3", {}, "This prompt over the run"), history(answer, key, keys, open));
   draw();

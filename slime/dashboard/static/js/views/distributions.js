@@ -1,4 +1,4 @@
-// How values are distributed at each step: reward, length, advantage, staleness, difficulty; and pass@k of groups.
+// How values are distributed at each step: of samples, groups and trained tokens; and pass@k of groups.
 import * as api from "../api.js";
 import { h, fill, empty } from "../dom.js";
 import { num } from "../format.js";
@@ -14,6 +14,8 @@ const WHAT = {
   length: ["Response length", "Tokens of each response."],
   advantage: ["Advantage", "The advantage that the trainer computed for each sample, as a mean over its tokens."],
   staleness: ["Staleness", "The age of the oldest token of a response, in weight syncs. 0: generated with the weights of this step."],
+  ratio: ["Ratio", "Of each trained token: its probability under the trained policy, divided by the one that it was sampled with as far as the loss knows. 1: no change. The first and the last bin hold everything beyond them."],
+  entropy: ["Entropy", "Of each trained token: the entropy of the policy's distribution at its place, in nats. Near 0: the policy is certain. The last bin holds everything above 6."],
   difficulty: ["Prompts by difficulty", "The mean reward of each prompt's group: low is hard, high is easy. Prompts at the ends teach little: all their responses get the same reward."],
 };
 

@@ -4,6 +4,7 @@ import { h, fill, empty } from "../dom.js";
 import { num, ago, clock, duration, isLive, stateName } from "../format.js";
 import { tip, explained } from "../tip.js";
 import { link } from "../route.js";
+import { editor, tags } from "../labels.js";
 import { Chart } from "../chart.js";
 import { seedGroups } from "../seeds.js";
 
@@ -37,7 +38,7 @@ export async function render(main, context) {
   async function refresh() {
     const found = await Promise.all(context.keys.map((key) => api.get(api.run(key))));
     fill(boxes, found.map((run) => h("section", {},
-      h("h1", {}, run.name, h("span", { class: "dim" }, ` ${run.method || ""}`)), progress(run), troubleList(few ? run.trouble : run.trouble.filter((entry) => entry.severity === "error" || entry.severity === "warning"), run.key),
+      h("h1", {}, run.name, h("span", { class: "dim" }, ` ${run.method || ""} `), tags(run), " ", editor(run, context.info, refresh)), run.note && h("p", { class: "note" }, run.note), progress(run), troubleList(few ? run.trouble : run.trouble.filter((entry) => entry.severity === "error" || entry.severity === "warning"), run.key),
       !few ? null : run.headlines.length
         ? h("div", { class: "tiles" }, run.headlines.map((row) => h("div", { class: "panel tile" },
           h("div", { class: "name" }, h("a", { href: link("curves", { runs: context.keys.join(","), name: row.name }) }, row.title), tip(explained(row))),

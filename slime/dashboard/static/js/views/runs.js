@@ -5,6 +5,7 @@ import { link, note, go } from "../route.js";
 import { Chart } from "../chart.js";
 import { csv } from "../export.js";
 import { seedGroups, groupName } from "../seeds.js";
+import { editor, tags } from "../labels.js";
 
 export const title = "Runs";
 const MOST_EVALUATIONS = 3;
@@ -27,15 +28,15 @@ export async function render(main, context) {
   let runs = context.runs, by = context.params.sort || "", down = context.params.down === "1", grouped = context.params.each !== "1" && seedGroups(runs.map((run) => run.key), runs).some((group) => group.keys.length > 1);
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.evaluations)))].sort().slice(0, MOST_EVALUATIONS);
   const columns = [ // name, value of a run, text of a value, is a number
-    ["Run", (run) => run.name], ["State", (run) => stateName(run.state)],
+    ["Run", (run) => run.name], ["State", (run) => stateName(run.state)], ["Tags", (run) => run.tags.join(", ")],
     ["Reward", (run) => run.reward, num], ...names.map((name) => [name.replace("eval/", "").replaceAll("_", " "), (run) => run.evaluations[name] ?? null, num]),
-    ["Step", (run) => run.step, num], ["Time", seconds, duration], ["Seed", (run) => run.seed, num], ["Method", (run) => run.method], ["Model", (run) => (run.model || "").split("/").slice(-2).join("/")], ["Last logged", (run) => run.last_time, ago],
+    ["Step", (run) => run.step, num], ["Time", seconds, duration], ["Seed", (run) => run.seed, num], ["Method", (run) => run.method], ["Model", (run) => (run.model || "").split("/").slice(-2).join("/")], ["Last logged", (run) => run.last_time, ago], ["Note", (run) => run.note],
   ];
   const isNumber = (column) => Boolean(column[2]) && column[0] !== "Last logged";
   const head = h("thead", {}), body = h("tbody", {}), charts = h("div", { class: "grid" });
   const filter = h("input", { type: "search", placeholder: "filter runs", "aria-label": "Filter runs", oninput: () => draw() });
   const bySeed = h("input", { type: "checkbox", checked: grouped, onchange: () => { grouped = bySeed.checked; note({ each: grouped ? undefined : "1" }); draw(); plot(); } });
-  const chosen = () => runs.filter((run) => `${run.name} ${run.method} ${run.model} ${run.state}`.toLowerCase().includes(filter.value.toLowerCase()));
+  const chosen = () => runs.filter((run) => `${run.name} ${run.method} ${run.model} ${run.state} ${run.tags.join(" ")} ${run.note}`.toLowerCase().includes(filter.value.toLowerCase()));
   const select = (keys) => go("runs", { ...context.params, runs: keys.join(","), sort: by || undefined, down: down ? "1" : undefined, each: grouped ? undefined : "1" });
 
   function ordered(list, valueOf) {
@@ -49,6 +50,8 @@ export async function render(main, context) {
     const value = column[1](run);
     if (column[0] === "Run") return h("td", { class: "name", title: run.folder }, h("a", { href: link("overview", { runs: run.key }) }, run.name));
     if (column[0] === "State") return h("td", {}, h("span", { class: `badge ${value}`, title: run.state }, value));
+    if (column[0] === "Tags") return h("td", { class: "name" }, tags(run), " ", editor(run, context.info, draw));
+    if (column[0] === "Note") return h("td", { class: "note" }, value);
     if (column[0] === "Step") return h("td", { class: "num" }, run.total ? `${num(run.step)} / ${num(run.total)}` : num(run.step));
     return h("td", { class: isNumber(column) ? "num" : column[0] === "Model" ? "" : "name" }, column[2] ? column[2](value) : value || "–");
   }

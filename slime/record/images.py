@@ -1,0 +1,60 @@
+"""Small copies of the images that samples show, encoded anew: no byte that somebody else wrote is kept."""
+
+import base64
+import contextlib
+import io
+import sqlite3
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from slime.utils.media.pictures import picture_bytes
+from slime.utils.types import Sample
+
+_SIDE, _PIXELS = 512, 1 << 14  # longest side of a copy; up to this size it is exact
+_MOST, _MOST_BYTES = 16, 1 << 19  # images of a sample; bytes of one
+_KINDS = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}  # by the first bytes
+
+
+def images_of_group(samples: Sequence[Sample]) -> Iterator[tuple[int, int, bytes]]:
+    """Yield number of the sample, place and copy of each image, of samples with others than the one before.
+
+    An empty copy: the sample shows no image, or one that cannot be read.
+    """
+    before: list[int] = []
+    for member, sample in enumerate(samples):
+        inputs = sample.multimodal_inputs
+        shown = list((inputs.get("images") or ()) if isinstance(inputs, dict) else ())[:_MOST]
+        if before != (before := list(map(id, shown))):
+            yield from ((member, place, _copy(picture)) for place, picture in enumerate(shown or [None]))
+
+
+def _copy(picture: Any) -> bytes:
+    with contextlib.suppress(Exception):  # a user's function may put anything there
+        from PIL import Image  # only runs with images need it
+
+        # Its own reader of the bytes: another thread may be decoding the picture itself.
+        copy, file = Image.open(io.BytesIO(picture_bytes(picture))).convert("RGB"), io.BytesIO()
+        copy.thumbnail((_SIDE, _SIDE))
+        copy.save(file, "PNG" if copy.width * copy.height <= _PIXELS else "JPEG")
+        return file.getvalue()
+    return b""
+
+
+def read_images(connection: sqlite3.Connection, group_row: int, row: int) -> list[str | None]:
+    """Return the images of a sample as data URLs; None: one that cannot be shown."""
+    query = (
+        "SELECT CAST(data AS BLOB) FROM images WHERE group_row = ?1 AND member = (SELECT max(member) "
+        "FROM images WHERE group_row = ?1 AND member <= (SELECT count(*) FROM samples WHERE group_row = ?1 "
+        "AND id < ?2)) ORDER BY place"
+    )
+    with contextlib.suppress(sqlite3.OperationalError):  # an older version wrote the record
+        found = [data for (data,) in connection.execute(query, (group_row, row))]
+        return [_data_url(data) for data in found if found != [b""]]
+    return []
+
+
+def _data_url(data: bytes) -> str | None:
+    """Return what a browser may show: a PNG or JPEG by its first bytes, and not too large."""
+    kind = next((kind for head, kind in _KINDS.items() if data.startswith(head)), None)
+    is_shown = kind is not None and len(data) <= _MOST_BYTES
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}" if is_shown else None
