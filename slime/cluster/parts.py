@@ -35,8 +35,9 @@ from slime.cluster.weight_push import PushToNobody, WeightPush
 from slime.observability.advisories import Advisor, Facts
 from slime.observability.tracking import Tracker
 from slime.preflight.findings import Prediction
-from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather, in_background
+from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather
 from slime.runtime.placement import Placement, plan_placement
+from slime.utils.async_utils import in_background
 from slime.utils.files.run_file import add_restart
 from slime.utils.files.step_folders import StepFolder
 from slime.utils.machine.accelerator import device_count, has_bfloat16

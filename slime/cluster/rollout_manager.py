@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import time
@@ -24,7 +23,7 @@ from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.record import RECORD_FILE, LedgerReader
 from slime.rollout import ledger
 from slime.rollout.answers import share_with_ending
-from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, eval_output, train_output
+from slime.rollout.base_types import RolloutFnTrainOutput, eval_output, train_output
 from slime.rollout.collection.versions import push_plan
 from slime.rollout.data_source import CountingJournal, follow
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
@@ -194,7 +193,20 @@ class RolloutManager:
         if self._ledger is not None:
             self._ledger.begin(rollout_id, version)
         set_current_rollout_id(rollout_id)
-        output = self._engines.guard(functools.partial(self._samples_of, rollout_id))
+        path, template = self._args.rollout_function_path, self._args.load_debug_rollout_data
+        if template is not None:
+            subsample = self._args.load_debug_rollout_data_subsample
+            output = RolloutFnTrainOutput(load_rollout_dump(template, rollout_id, subsample=subsample))
+        else:
+            of_user = not _is_ours(path)
+            with (
+                PolicyRequests(self._plugin_args).entered() if of_user else contextlib.nullcontext(),
+                _named("--rollout-function-path", path, f"rollout {rollout_id}"),
+            ):
+                made = self._engines.guard(
+                    self._rollout_fn, self._plugin_args, rollout_id, self._data_source, evaluation=False
+                )
+                output = train_output(self._rollout_fn, made)
         self._forward_s = self._engines.forward_seconds()
         samples = flatten_samples(output.samples)
         if self._args.save_debug_rollout_data:
@@ -220,17 +232,6 @@ class RolloutManager:
         if self._ledger is not None:
             self._ledger.made(rollout_id, plain_of(generated))
         return generated
-
-    def _samples_of(self, rollout_id: int) -> RolloutFnTrainOutput:
-        template = self._args.load_debug_rollout_data
-        if template is not None:
-            subsample = self._args.load_debug_rollout_data_subsample
-            return RolloutFnTrainOutput(samples=load_rollout_dump(template, rollout_id, subsample=subsample))
-        path = self._args.rollout_function_path
-        watched = contextlib.nullcontext() if _is_ours(path) else PolicyRequests(self._plugin_args).entered()
-        with watched, _named("--rollout-function-path", path, f"rollout {rollout_id}"):
-            output = self._rollout_fn(self._plugin_args, rollout_id, self._data_source, evaluation=False)
-            return train_output(self._rollout_fn, output)
 
     def note_trained(self, rollout_id: int) -> None:
         """Record that the trainer has made its step with the batch of this rollout."""
@@ -295,13 +296,11 @@ class RolloutManager:
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         self._forward_s = None
         path = self._args.eval_function_path or self._args.rollout_function_path
-
-        def evaluate() -> RolloutFnEvalOutput:
-            with not_trained(), _named("--eval-function-path", path, f"evaluation {rollout_id}"):
-                made = self._eval_fn(self._plugin_args, rollout_id, self._data_source, evaluation=True)
-                return eval_output(self._eval_fn, made)
-
-        output = self._engines.guard(evaluate)
+        with not_trained(), _named("--eval-function-path", path, f"evaluation {rollout_id}"):
+            made = self._engines.guard(
+                self._eval_fn, self._plugin_args, rollout_id, self._data_source, evaluation=True
+            )
+            output = eval_output(self._eval_fn, made)
         if self._args.save_debug_rollout_data:
             samples = [sample for result in output.data.values() for sample in result["samples"]]
             save_rollout_dump(self._args.save_debug_rollout_data, f"eval_{rollout_id}", samples)

@@ -13,7 +13,7 @@ from slime.cluster.checkpoints.saving import Saver
 from slime.cluster.closing import Closing
 from slime.cluster.driver_spans import Timeline
 from slime.cluster.residency import GENERATE, TRAIN, Residency
-from slime.cluster.restart.recovery import Recovery, headline
+from slime.cluster.restart.recovery import GuardedFuture, Recovery, headline
 from slime.cluster.restart.replay import ReplayEntry, ReplayLog, SafeState
 from slime.cluster.restart.restore import OF_THE_FIRST_START, PeerCopies, TrainerRelease
 from slime.cluster.rollout_manager import Generated
@@ -65,7 +65,7 @@ class Trainer:
 
     def guard(self, future: Future[R], rollout_id: int) -> Future[R]:
         """Return a future of the rollout side that a lost rank does not end."""
-        return self.recovery.guard(future, rollout_id)
+        return GuardedFuture(future, self.recovery, rollout_id)
 
     def check(self, rollout_id: int) -> None:
         """Notice a rank that was lost while nobody waits for one."""

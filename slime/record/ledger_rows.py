@@ -34,7 +34,7 @@ Event = Literal[
     "consumed", "committed", "evaluated", "resumed",
 ]  # fmt: skip
 Key = tuple[int, int, int, int | None]  # index, attempt, response tokens at the start, newest weights
-# After these events the file is synced to the disk, where --record-sync is "step".
+# After these events the file is synced to the disk.
 MILESTONES = frozenset({"made", "consumed", "committed", "resumed"})
 
 

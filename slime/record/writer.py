@@ -58,9 +58,8 @@ class RecordWriter:
     """Writes `record.db` on a thread of its own.
 
     `max_bytes`: about how large the file may grow; the samples of the oldest rollouts are removed first.
-    `sync`: when the file is synced to the disk: never (only a power failure loses data then), at milestones
-    of the run, or after every transaction. `start`: number of the run's start. `keeps_uncommitted`: samples
-    of steps that no checkpoint covers stay, whatever their size.
+    `start`: number of the run's start. `keeps_uncommitted`: samples of steps that no checkpoint covers stay,
+    whatever their size. The file is synced to the disk at milestones of the run.
     """
 
     def __init__(
@@ -69,12 +68,11 @@ class RecordWriter:
         run_id: str,
         max_bytes: int,
         *,
-        sync: str = "step",
         start: int = 1,
         keeps_uncommitted: bool = False,
     ):
         self._path, self._max_bytes = path, max_bytes
-        self._sync, self._start = sync, start
+        self._start = start
         self._committed: int | None = -1 if keeps_uncommitted else None
         self._connection = create_or_open(path, run_id)
         self._is_durable = False  # `create_or_open` leaves it so
@@ -236,9 +234,7 @@ class RecordWriter:
 
     def _set_durability(self, parts: list[_Part]) -> None:
         notes = parts[0] if isinstance(parts[0], list) else []
-        durable = self._sync == "always" or (
-            self._sync == "step" and any(note.event in MILESTONES for note in notes)
-        )
+        durable = any(note.event in MILESTONES for note in notes)
         if durable != self._is_durable:
             self._connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._is_durable = durable

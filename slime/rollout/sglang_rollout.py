@@ -132,7 +132,7 @@ async def generate_and_rm(
                 made = await _generate_call(args, sample, sampling_params, evaluation=False)
         sample = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)
     if not waits_for_group(args):
-        await _score(args, flatten_samples([sample]), evaluation)
+        await score_samples(args, [sample], evaluation=evaluation)
     return sample
 
 
@@ -196,14 +196,6 @@ async def _within_deadline(args: PluginArgs, path: str, call: Awaitable[Any]) ->
         raise GroupFailed(f"{name} {late}: give what it waits for a timeout, or raise the limit.") from None
 
 
-async def _score(args: PluginArgs, samples: Sequence[Sample], evaluation: bool) -> None:
-    """Score samples that have no reward and were not aborted; a failed reward is stored on its sample."""
-    ended = [s for s in samples if s.status is not Sample.Status.ABORTED and s.reward_failure is None]
-    if any(s.reward is None for s in ended):
-        with not_trained():  # a reward may send requests to the policy itself
-            await score_samples(args, ended, evaluation=evaluation)
-
-
 async def generate_and_rm_group(
     args: PluginArgs, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Group:
@@ -219,7 +211,7 @@ async def generate_and_rm_group(
     group = await all_or_none(tasks)
     samples = flatten_samples(group)
     if waits_for_group(args) and not any(s.status is Sample.Status.ABORTED for s in samples):
-        await _score(args, samples, evaluation)
+        await score_samples(args, samples, evaluation=evaluation)
         if not evaluation and (durable := ledger.current()) is not None:
             durable.scored(group)
     return group

@@ -9,7 +9,6 @@ generation.
 from __future__ import annotations
 
 import concurrent.futures
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -221,17 +220,3 @@ def result_or_failure(future: Future[R], failure: concurrent.futures.Future[None
                 if future.done():  # it came as the look ended, or the call itself timed out
                     return future.result(0)
     raise failure.exception() or AssertionError("a failure has an error")
-
-
-def in_background(work: Callable[[], R], name: str) -> concurrent.futures.Future[R]:
-    """Run `work` in a daemon thread: work that never ends cannot keep the driver alive."""
-    future: concurrent.futures.Future[R] = concurrent.futures.Future()
-
-    def call() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # whatever was raised belongs to the caller
-            future.set_exception(error)
-
-    threading.Thread(target=call, name=name, daemon=True).start()
-    return future

@@ -279,8 +279,8 @@ class ModelledFleet:
         }
         return RunInfo(**values)
 
-    def guard(self, work: Any) -> Any:
-        return work()
+    def guard(self, work: Any, *args: Any, **kwargs: Any) -> Any:
+        return work(*args, **kwargs)
 
     def forward_seconds(self) -> float:
         return max(engine.busy_s for engine in self.engines)

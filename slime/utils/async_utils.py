@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
@@ -77,12 +78,15 @@ async def all_or_none(coroutines: Iterable[Awaitable[T]]) -> list[T]:
         raise
 
 
-async def in_thread(start: Callable[[Callable[[], None]], object], call: Callable[[], Any]) -> Any:
-    """Run `call` in the thread that `start` provides, and return or raise its outcome.
+def in_background(work: Callable[[], T], name: str) -> Future[T]:
+    """Run `work` in a daemon thread, in the caller's context.
 
-    The thread may hang, or come back when nobody waits any more; asyncio's own pool would hold up the exit.
+    The thread may hang: unlike one of asyncio's own pool, it does not hold up the exit.
     """
-    return await asyncio.wrap_future(started(start, call))
+    context = contextvars.copy_context()
+    return started(
+        lambda call: threading.Thread(target=call, name=name, daemon=True).start(), lambda: context.run(work)
+    )
 
 
 def started(start: Callable[[Callable[[], None]], object], call: Callable[[], T]) -> Future[T]:

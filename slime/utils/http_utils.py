@@ -283,12 +283,9 @@ async def stream(
     headers: dict[str, str] | None = None,
     *,
     timeout_s: float | None = None,
-    newest: bool = False,
 ) -> AsyncGenerator[Any, None]:
     """POST JSON and yield the server-sent events, decoded, as they come. Nothing is retried.
 
-    `newest`: each event repeats what earlier ones held, so of events that arrived together only the last is
-    read. A slow reader then has less to do, not more: a thousand streams stay responsive.
     Raises `HttpError`: with the status of an error response, or 0 if the connection ends before [DONE].
     """
     observer = _observer.get()
@@ -301,7 +298,7 @@ async def stream(
         # Closed here: a generator that is left to the garbage collector costs the loop a wake-up and a task.
         async with response, contextlib.aclosing(_events(response, deadline)) as arrived:
             async for texts, ended in arrived:
-                for text in texts[-1:] if newest else texts:
+                for text in texts:
                     event = _with_engine(read_json(text), response)
                     if observer is not None:
                         observer.answered(url, event)

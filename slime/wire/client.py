@@ -1,8 +1,7 @@
 """Sends prompts to an engine (or to the balancer in front of several) and returns typed tokens."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.liveness import waits
@@ -58,21 +57,6 @@ class EngineClient:
             return Generation.from_json(answer)
         except ValueError as error:
             raise EngineAnswerError(str(error)) from error
-
-    async def stream(
-        self, request: GenerateRequest, headers: Mapping[str, str] | None = None
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield all that exists of one response whenever there is more of it. A broken stream raises."""
-        events = http_utils.stream(
-            self._url,
-            request.to_json(),
-            self._headers(request, headers),
-            timeout_s=self.timeout_s,
-            newest=True,
-        )
-        async with self._slots, contextlib.aclosing(events):
-            async for event in events:
-                yield event
 
     def _headers(self, request: GenerateRequest, headers: Mapping[str, str] | None) -> dict[str, str]:
         session = {SESSION_HEADER: request.session} if request.session is not None else {}

@@ -90,14 +90,6 @@ class EngineControl:
             return False
         return True
 
-    async def abort(self, rids: Sequence[str] | None = None) -> None:
-        """Abort these requests, or all of them when `rids` is None."""
-        if rids is None:
-            await self._post("abort_request", {"abort_all": True})
-            return
-        for rid in rids:
-            await self._post("abort_request", {"rid": rid})
-
     async def set_version(self, version: str) -> None:
         await self._post("update_weight_version", {"new_version": version, "abort_all_requests": False})
 

@@ -49,7 +49,8 @@ def test_an_engine_that_can_tells_what_each_token_was_drawn_from(engine, old_mod
     request = engine.request(PROMPT, **sampling, return_top_p_token_ids=True)
 
     async def last_event():
-        return [event async for event in engine.client.stream(replace(request, stream=True))][-1]
+        events = http_utils.stream(f"{engine.url}/generate", replace(request, stream=True).to_json())
+        return [event async for event in events][-1]
 
     made = Generation.from_json(run(last_event())) if stream else run(engine.client.generate(request))
     assert made.ids == engine.generate(PROMPT, **sampling).ids

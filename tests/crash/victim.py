@@ -22,7 +22,7 @@ from pathlib import Path
 # Point -> where it is: a function that every run of the kind passes.
 POINTS = {
     "generation": "slime.rollout.sglang_rollout:generate",
-    "scoring": "slime.rollout.sglang_rollout:_score",
+    "scoring": "slime.rollout.sglang_rollout:score_samples",
     "ledger write": "slime.record.ledger_rows:_write_finished",
     "rollout handed over": "slime.rollout.ledger:Ledger.made",
     "step": "slime.cluster.training.train_group:TrainGroup.train",

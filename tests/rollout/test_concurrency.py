@@ -6,7 +6,7 @@ from fake_engine import FakeEngine
 from patience import PATIENCE_S
 from rollout_helpers import assert_conserved, make_args, make_source
 
-from slime.rollout.generation.concurrency import Limit
+from slime.rollout.generation.state import Limit
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import run
 

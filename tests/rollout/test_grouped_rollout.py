@@ -9,7 +9,7 @@ from rollout_helpers import assert_conserved, counts, make_args, make_source
 
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import call_rollout_fn
-from slime.rollout.generation.concurrency import Limit
+from slime.rollout.generation.state import Limit
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.utils.async_utils import run
 from slime.utils.types import flatten_samples

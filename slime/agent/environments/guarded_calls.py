@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.agent.environments.protocol import EnvironmentFailure
-from slime.utils.async_utils import in_thread
+from slime.utils.async_utils import started
 from slime.utils.errors import RunStopped
 
 MAX_HANGING = 64  # threads whose call did not return
@@ -62,7 +62,7 @@ class EnvironmentCalls:
         self._work.put(None)
 
     async def _in_time(self, what: str, begin: Callable[[], Any]) -> Any:
-        started = time.monotonic()
+        begun = time.monotonic()
         try:
             async with asyncio.timeout(self.timeout_s) as deadline:
                 return await begin()
@@ -78,7 +78,7 @@ class EnvironmentCalls:
         except Exception as error:
             raise self._failure(what, error) from error
         finally:
-            self.seconds += time.monotonic() - started
+            self.seconds += time.monotonic() - begun
 
     def _failure(self, what: str, error: BaseException) -> EnvironmentFailure:
         said = f"{type(error).__name__}: {str(error)[:_ABOUT_ERRORS]}"
@@ -97,7 +97,7 @@ class EnvironmentCalls:
             except SystemExit as error:  # raised by the environment: it must not end the run
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-        return await in_thread(self._work.put, alive)
+        return await asyncio.wrap_future(started(self._work.put, alive))
 
     def _abandon_thread(self) -> None:
         if self._thread is None:

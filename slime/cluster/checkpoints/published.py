@@ -15,7 +15,7 @@ from slime.arguments.core.draft import DEFAULT
 from slime.catalog.datasets import HUB, hub_parts
 from slime.catalog.metrics import is_eval_score
 from slime.observability.tracking import read_metrics
-from slime.runtime.base import in_background
+from slime.utils.async_utils import in_background
 from slime.utils.files.run_file import LAST_MODEL, name_of_run, read_run
 
 logger = logging.getLogger(__name__)

@@ -96,9 +96,6 @@ class Recovery:
             except Exception as error:
                 self.handle_loss(error, rollout_id)
 
-    def guard(self, future: Future[R], rollout_id: int) -> GuardedFuture[R]:
-        return GuardedFuture(future, self, rollout_id)
-
     def check(self, rollout_id: int) -> None:
         """Notice a process that was lost while nobody waits for one."""
         error = self.failure.exception() if self.failure.done() else None

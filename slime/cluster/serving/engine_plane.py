@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from slime.arguments import Args, RunInfo
 from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.served_model import ModelService, make_servers, ranks_on_engines
-from slime.runtime.base import Runtime, in_background
+from slime.runtime.base import P, R, Runtime
 from slime.runtime.placement import Placement
-from slime.utils.async_utils import run
+from slime.utils.async_utils import in_background, run
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
 from slime.utils.machine.run_identity import Run
 from slime.utils.processing_utils import load_tokenizer
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
-
-R = TypeVar("R")
 
 
 class EnginePlane:
@@ -95,9 +94,9 @@ class EnginePlane:
         offered = [set(server.transports(self._ask(server.url))) for server in self._fleet.servers]
         return tuple(set.intersection(*offered)) if offered else ()
 
-    def guard(self, work: Callable[[], R]) -> R:
-        """Run rollout code, but end at once with the cause when the engines are given up."""
-        future = in_background(work, "rollout")
+    def guard(self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return `work(...)`, but raise the cause at once when the engines are given up."""
+        future = in_background(functools.partial(work, *args, **kwargs), "rollout")
         failures = [failure for service in self._services for failure in service.failures]
         awaited: list[concurrent.futures.Future[Any]] = [future, *failures]
         done, _ = concurrent.futures.wait(awaited, return_when=concurrent.futures.FIRST_COMPLETED)

@@ -29,11 +29,12 @@ from slime.cluster.training.warm_up import warm_up
 from slime.observability.logging_utils import configure_logger
 from slime.observability.tracer import TRAINER, Span, spans_of_waits
 from slime.record.additions import Advantage
-from slime.runtime.base import Ref, in_background
+from slime.runtime.base import Ref
 from slime.step.agreement import Agreement, threshold_of
 from slime.step.profiling import StepProfiler
 from slime.step.step_report import StepReport
 from slime.step.training_step import TrainingStep
+from slime.utils.async_utils import in_background
 from slime.utils.files.checksums import FileRecord, find_damage, record_files
 from slime.utils.files.machine_copies import CopyPlace, complete, make_room, spread
 from slime.utils.machine import accelerator

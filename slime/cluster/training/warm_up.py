@@ -20,8 +20,8 @@ from slime.backends.shared.host_memory import BLOCK_BYTES, lock_ahead
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.catalog.backends import BACKENDS
-from slime.runtime.base import in_background
 from slime.step.training_step import TrainingStep
+from slime.utils.async_utils import in_background
 from slime.utils.machine import accelerator
 from slime.utils.misc import load_function
 from slime.utils.types import Sample

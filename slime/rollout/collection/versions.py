@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from slime.arguments import PluginArgs
 from slime.rollout.prompt_groups import Group
-from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample, flatten_samples, version_number
 from slime.wire.control import EngineControl
 
@@ -84,12 +83,5 @@ def push_plan(args: PluginArgs) -> PushPlan:
 
 async def newest_version_held(urls: Sequence[str]) -> int | None:
     """Return the newest version that an engine reports; None if none responds (they are restarting)."""
-
-    async def ask(url: str) -> int | None:
-        try:
-            return version_number(await EngineControl(url, ASK_DEADLINE_S).version())
-        except (HttpError, TimeoutError, KeyError, TypeError):
-            return None
-
-    numbers = await asyncio.gather(*map(ask, urls))
-    return max((number for number in numbers if number is not None), default=None)
+    held = await asyncio.gather(*(EngineControl(url, ASK_DEADLINE_S).held_version() for url in urls))
+    return max((number for version in held if (number := version_number(version)) is not None), default=None)

@@ -147,8 +147,6 @@ def build_request(
     sample: Sample,
     sampling_params: dict[str, Any],
     budget: int | None,
-    *,
-    stream: bool = False,
 ) -> GenerateRequest:
     """Return the request that continues the sample. A `sampling_seed` that the caller set is kept."""
     if not sample.tokens:
@@ -182,7 +180,6 @@ def build_request(
         sampling=SamplingParams.from_json(params),
         rid=f"{scope.name if scope is not None else ''}{sample.index}-{os.urandom(16).hex()}",
         session=sample.session_id,
-        stream=stream,
         extra=extra,
         # Middlewares of the router see one sample's request and response at a time.
         group=None if group is None or args.router_middleware_paths else f"{is_trained()} {group}",

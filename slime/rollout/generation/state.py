@@ -1,6 +1,7 @@
-"""The state that generate functions of one run share, and the address of the engines."""
+"""The state that generate functions of one run share: client, limits on requests, engine addresses."""
 
 import asyncio
+import collections
 import contextlib
 import functools
 import weakref
@@ -11,7 +12,6 @@ from slime.arguments import PluginArgs, with_defaults
 from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.catalog.deadlines import timeout_s
 from slime.liveness import waits
-from slime.rollout.generation.concurrency import Limit
 from slime.rollout.generation.generate_request import sampling_params_of
 from slime.rollout.generation.policy_requests import is_trained
 from slime.rollout.generation.scope import RequestScope, current_scope
@@ -20,6 +20,56 @@ from slime.wire.client import EngineClient
 from slime.wire.protocol import GenerateRequest, Generation
 
 _PAUSE_BETWEEN_ATTEMPTS_S = 2.5  # at least, once the back-off has grown
+
+
+class Limit:
+    """A first-in, first-out semaphore of which a caller may take several slots at once.
+
+    A count above the limit waits until nothing else is in use.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.in_use = 0
+        self._waiters: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
+
+    async def __aenter__(self) -> None:
+        await self.enter(1)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.leave()
+
+    async def enter(self, count: int) -> None:
+        """Take `count` slots, all or none; each is returned by `leave`."""
+        if not self._waiters and self._fits(count):
+            self.in_use += count
+            return
+        entry = (count, asyncio.get_running_loop().create_future())
+        self._waiters.append(entry)
+        try:
+            await entry[1]  # whoever wakes it has counted its slots
+        except asyncio.CancelledError:
+            if entry[1].cancelled():
+                with contextlib.suppress(ValueError):  # `_wake` has removed it already
+                    self._waiters.remove(entry)
+                self._wake()  # later ones may need fewer
+            else:  # the slots were ours already
+                self.leave(count)
+            raise
+
+    def leave(self, count: int = 1) -> None:
+        self.in_use -= count
+        self._wake()
+
+    def _fits(self, count: int) -> bool:
+        return self.in_use == 0 or self.in_use + count <= self.limit
+
+    def _wake(self) -> None:
+        while self._waiters and self._fits(self._waiters[0][0]):
+            count, future = self._waiters.popleft()
+            if not future.done():
+                self.in_use += count
+                future.set_result(None)
 
 
 class OnePerArgs(type):

@@ -22,7 +22,7 @@ from slime.rollout.prompt_groups import describe_fully
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.workers.check_pool import get_pool
 from slime.rollout.rm_hub.workers.limits import MAX_RESPONSE_CHARS
-from slime.utils import async_utils
+from slime.utils.async_utils import in_background
 from slime.utils.column_rewards import needs_whole_group, reward_columns, scores_of, takes_columns
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
@@ -174,9 +174,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         with _thread_slots:
             return call()
 
-    return await async_utils.in_thread(
-        lambda work: threading.Thread(target=work, name="reward-function", daemon=True).start(), in_turn
-    )
+    return await asyncio.wrap_future(in_background(in_turn, "reward-function"))
 
 
 _thread_slots = threading.BoundedSemaphore(_MAX_REWARD_THREADS)

@@ -11,6 +11,7 @@ from slime.arguments import PluginArgs
 from slime.catalog.limits import limit
 from slime.catalog.rewards import find_reward
 from slime.observability.tracer import trace_span
+from slime.rollout.generation.policy_requests import not_trained
 from slime.rollout.prompt_groups import describe_fully
 from slime.rollout.rm_hub.hub import (
     CUSTOM_RM,
@@ -35,20 +36,24 @@ _RETRY_DELAY_S = 0.1
 async def score_samples(args: PluginArgs, samples: Sequence[Any], *, evaluation: bool = False) -> None:
     """Give each sample (fan-out lists included) a score in `reward` or a cause in `reward_failure`.
 
-    Samples that already have a reward keep it, except that a group reward sees its whole group. Raises
-    PluginError at the first mistake in a user's function, RewardConfigError when a reward can never work as
-    it is configured, and RewardFailuresExceeded when rewards keep failing.
+    Aborted samples, and samples that have a cause, are left out. Samples that have a reward keep it, except
+    that a group reward sees its whole group. Raises PluginError at the first mistake in a user's function,
+    RewardConfigError when a reward can never work as it is configured, and RewardFailuresExceeded when
+    rewards keep failing.
     """
-    flat = flatten_samples(samples)
-    if scores_groups(args, flat):
-        if any(sample.reward is None for sample in flat):
-            await _score(args, flat, evaluation, by_group=True)
-        return
-    pending = [sample for sample in flat if sample.reward is None]
-    if len(pending) == 1:  # the usual case needs no task of its own
-        await _score(args, pending, evaluation)
-        return
-    await all_or_none([_score(args, [sample], evaluation) for sample in pending])
+    ended = [
+        sample
+        for sample in flatten_samples(samples)
+        if sample.status is not Sample.Status.ABORTED and sample.reward_failure is None
+    ]
+    pending = [sample for sample in ended if sample.reward is None]
+    with not_trained():  # a reward may send requests to the policy itself
+        if pending and scores_groups(args, ended):
+            await _score(args, ended, evaluation, by_group=True)
+        elif len(pending) == 1:  # the usual case needs no task of its own
+            await _score(args, pending, evaluation)
+        else:
+            await all_or_none([_score(args, [sample], evaluation) for sample in pending])
 
 
 async def _score(

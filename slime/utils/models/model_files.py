@@ -1,11 +1,10 @@
 """Checks before any process starts whether a model, and its tokenizer, can be loaded."""
 
-import threading
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
-from slime.utils.async_utils import started
+from slime.utils.async_utils import in_background
 
 HUB_TIMEOUT_S = 10.0
 # One of these is in every folder that holds a tokenizer, whatever its kind; some bring code of their own.
@@ -99,6 +98,4 @@ def why_no_upload() -> tuple[bool, str] | None:
 
 def _within(ask: Callable[[], object]) -> None:
     """Call it in a thread that is abandoned after the timeout: looking up a name may take minutes."""
-    started(lambda work: threading.Thread(target=work, name="hub", daemon=True).start(), ask).result(
-        HUB_TIMEOUT_S
-    )
+    in_background(ask, "hub").result(HUB_TIMEOUT_S)
