@@ -4,6 +4,7 @@ Tokens sampled by the trainer's own version are *fresh* and must agree; tokens o
 the updates since. A token without a version counts as fresh: in a run with engines, every token has one.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ from slime.arguments.groups.off_policy import CORRECTIONS
 from slime.backends.shared.trainer_base import TrainBackend
 from slime.observability.rollout_metrics import LAGS, lag_name
 from slime.step.difference_trend import DifferenceTrend
-from slime.step.hints import Hints
 from slime.utils.errors import RunStopped
 from slime.utils.types import RolloutBatch
+
+logger = logging.getLogger(__name__)
 
 SHOWN_TOKENS = 5
 # Rounding scatters to both sides; a difference above FROM with more than SHARE on one side is not rounding.
@@ -74,6 +76,29 @@ class Difference:
                 metrics[f"train/staleness/{name}"] = (self.counts[lag] / self.counts.sum()).item()
                 metrics[f"train/logprob_abs_diff/{name}"] = (self.totals[lag] / self.counts[lag]).item()
         return metrics
+
+
+class Hints:
+    """Hints for the log of the run: what was measured, what it means and which flag helps; once per cause.
+
+    All ranks find the same hints; the driver logs those of rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}  # the text by cause
+        self._num_drained = 0
+
+    def log_once(self, cause: str, text: str) -> None:
+        """Log `text`, unless a hint about `cause` was logged before."""
+        if cause not in self.texts:
+            self.texts[cause] = text
+            logger.warning("%s", text)
+
+    def drain(self) -> list[str]:
+        """Return the hints that were added since the last call."""
+        drained = list(self.texts.values())[self._num_drained :]
+        self._num_drained = len(self.texts)
+        return drained
 
 
 class Agreement:

@@ -6,7 +6,7 @@ import pytest
 from argument_helpers import parse
 
 from slime.arguments.groups import cluster, precision
-from slime.utils.machine.cpu_precision import bfloat16_units
+from slime.arguments.groups.precision import bfloat16_units
 
 AMX = (True, "has amx_bf16")
 OLD = (False, "has no amx_bf16, avx512_bf16")

@@ -1,17 +1,21 @@
 """Resolves `--dtype auto`, and checks settings of FP8 training and FP8 engines."""
 
 import contextlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.groups.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.backends import BACKENDS
-from slime.utils.machine.cpu_precision import bfloat16_units
 from slime.utils.models.model_config import block_size_of, read_config
 
 SIXTEEN_BITS = ("bfloat16", "float16")
+_CPUINFO = Path("/proc/cpuinfo")
+_X86_FLAGS = ("amx_bf16", "avx512_bf16")
+_ARM_FLAGS = ("bf16", "svebf16")
 # Flags of SGLang that --rollout-quantization fp8 sets itself.
 _SET_FOR_FP8 = ("--quantization", "--load-format", "--json-model-override-args")
 
@@ -132,3 +136,19 @@ def _from_16_bit(draft: Draft, from_folder: bool) -> None:
     for why, holds in reasons.items():
         if holds:
             raise ValueError(f"--rollout-quantization fp8: {why}.")
+
+
+def bfloat16_units(cpuinfo: str | None = None) -> tuple[bool, str]:
+    """Return whether this CPU has bfloat16 units, and the evidence: (False, "has no amx_bf16, avx512_bf16").
+
+    `cpuinfo`: text in the form of /proc/cpuinfo. If nothing is known, the result is False.
+    """
+    line = re.search(
+        r"^(?:flags|Features)\s*:(.*)$",
+        _CPUINFO.read_text(errors="replace") if cpuinfo is None else cpuinfo,
+        re.MULTILINE,
+    )
+    flags = line[1].split() if line else []  # of the first core; the others are alike
+    wanted = _ARM_FLAGS if "asimd" in flags else _X86_FLAGS
+    found = [flag for flag in wanted if flag in flags]
+    return bool(found), f"has {', '.join(found)}" if found else f"has no {', '.join(wanted)}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
 
 from slime.arguments import Args, PluginArgs
 from slime.backends.shared.trainer_base import TrainBackend
@@ -19,6 +21,7 @@ from slime.utils.machine.ports import address_towards, get_host_info
 from slime.utils.machine.run_identity import LOOPBACK, Run
 from slime.utils.misc import load_function
 from slime.utils.models.finite import first_non_finite
+from slime.utils.plugin_errors import place_of
 from slime.weight_sync.base import (
     DeltaOptions,
     LiveReport,
@@ -32,12 +35,42 @@ from slime.weight_sync.base import (
 )
 from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named, served_config
 from slime.weight_sync.late_copy import LateCopySender
-from slime.weight_sync.post_write import PostWrite
 from slime.weight_sync.stage_turns import StageTurns
 from slime.weight_sync.transports import live_sender_of, transport_of
 
 # What ranks wait for one that sends weights beyond its own wait for an engine.
 _SENDER_SLACK_S = 60.0
+
+
+class _PostWrite:
+    """Calls a user's `function(args, version_dir, rollout_engines)` after weights are written to a folder.
+
+    It can make the folder visible to engines without a shared file system: upload a version, commit a volume,
+    or drop a cache. `rollout_engines`: their addresses.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: PluginArgs, engine_urls: tuple[str, ...], rank: int
+    ):
+        self._function, self._args, self._engine_urls, self._rank = function, args, engine_urls, rank
+
+    def __call__(self, folder: Path) -> None:
+        try:
+            self._function(self._args, str(folder), list(self._engine_urls))
+        except Exception as error:
+            path = self._args.custom_update_weight_post_write_path or ""
+            raise RunStopped(
+                f"--custom-update-weight-post-write-path raised on rank {self._rank} for {folder}: "
+                f"{type(error).__name__}: {error}; the engines were not notified of these weights.\n"
+                f"  at {place_of(error, path)}"
+            ) from error
+
+    def on_every_rank(self, folder: Path | None) -> None:
+        """A collective: only the first rank wrote, so only it knows the folder (None on the others)."""
+        known: list[str | None] = [str(folder) if folder is not None else None]
+        dist.broadcast_object_list(known, src=0)
+        assert known[0] is not None, "a transport without a folder has nothing to call this for"
+        self(Path(known[0]))
 
 
 class RankSender:
@@ -63,7 +96,7 @@ class RankSender:
         self._engine_urls = engine_urls
         live, self._content = TRANSPORTS[transport].live, TRANSPORTS[transport].content
         path = args.custom_update_weight_post_write_path
-        self._post_write = PostWrite(load_function(path), plugin_args, engine_urls, rank) if path else None
+        self._post_write = _PostWrite(load_function(path), plugin_args, engine_urls, rank) if path else None
         self._quantization = served_config(self._policy_path) if args.rollout_quantization == "fp8" else None
         # As they were told to serve it, else as their checkpoint holds it.
         served = self._quantization

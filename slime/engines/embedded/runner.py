@@ -10,6 +10,7 @@ from slime.algorithms.vision.towers import attention_by_tower, family_of, run_te
 from slime.engines.embedded import attention
 from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup, ShapeProbe
 from slime.engines.embedded.graphs import DecodeGraphs, decides_on_host
+from slime.engines.embedded.norms import fuse_norms
 from slime.engines.embedded.packed_matrices import PackedMatrices
 from slime.engines.embedded.request_images import FeatureCache, ImageRows
 from slime.engines.embedded.rules import NEEDS_OTHER, unserved_layers
@@ -19,7 +20,6 @@ from slime.utils.machine import accelerator
 from slime.utils.misc import is_installed
 from slime.utils.models.hub_names import folder_of
 from slime.utils.models.model_config import block_size_of
-from slime.utils.models.norms import fuse_norms
 
 _CPU_POOL_BYTES = 256 << 20
 _CUDA_POOL_SHARE = 0.4  # of the memory that is free once the weights are loaded

@@ -9,11 +9,11 @@ from tiny_model import make_tiny_model
 from slime.engines.embedded.attention import attend_to_copies
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.graphs import bucket_of, decides_on_host
+from slime.engines.embedded.norms import fuse_norms
 from slime.engines.embedded.runner import ModelRunner
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.engines.embedded.weight_update import DiskSource
-from slime.utils.models.norms import fuse_norms
 from slime.wire.protocol import SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
