@@ -18,11 +18,11 @@ def train(args: Args, opened: OpenCluster = open_cluster) -> None:
         cluster.push_weights(schedule.start)
         cluster.evaluate_what_was_missed()
         # After a resume: the rollout that was in flight when the checkpoint was written.
-        in_flight = cluster.begin_generate(schedule.start) if schedule.has_next(schedule.start - 1) else None
+        in_flight = cluster.start_generate(schedule.start) if schedule.has_next(schedule.start - 1) else None
         for rollout_id in schedule:
             assert in_flight is not None, "the schedule has a next rollout exactly when one was started"
             rollout = cluster.collect(rollout_id, in_flight)
-            in_flight = cluster.begin_generate(rollout_id + 1) if schedule.has_next(rollout_id) else None
+            in_flight = cluster.start_generate(rollout_id + 1) if schedule.has_next(rollout_id) else None
             cluster.train(rollout_id, rollout.batch)
             if schedule.save_after(rollout_id):
                 cluster.save(rollout_id, rollout, in_flight)

@@ -48,9 +48,9 @@ class Cluster:
 
     def generate(self, rollout_id: int) -> Generated:
         with self.trainer.make_room(rollout_id):
-            return self.collect(rollout_id, self.begin_generate(rollout_id))
+            return self.collect(rollout_id, self.start_generate(rollout_id))
 
-    def begin_generate(self, rollout_id: int) -> Future[Generated]:
+    def start_generate(self, rollout_id: int) -> Future[Generated]:
         restored = self.restored.pop(rollout_id, None)
         if restored is not None:
             return Ready(restored)
@@ -58,7 +58,7 @@ class Cluster:
 
     def collect(self, rollout_id: int, future: Future[Generated]) -> Generated:
         with self.timeline.doing("generating", rollout_id) as wait:
-            self.timeline.tell_step()
+            self.timeline.record_step()
             generated = future.result()
         self.log.log_rollout(rollout_id, generated, wait.age_s)
         return generated
@@ -83,7 +83,7 @@ class Cluster:
         if metrics:
             self.log.log(metrics, "rollout", rollout_id)
         if rollout_id < self.schedule.num_rollout:
-            self.trainer.leave(rollout_id)
+            self.trainer.end_processes(rollout_id)
 
     def evaluate(self, rollout_id: int) -> None:
         with self.trainer.make_room(rollout_id), self.timeline.doing("evaluating", rollout_id):
@@ -113,7 +113,7 @@ class Cluster:
         self.stopped = self.requests.handle(self, rollout_id, rollout, in_flight)
         self.timeline.end_step(rollout_id, self.trainer.drain_notes())
         if self.stopped is not None or not self.schedule.has_next(rollout_id):
-            self.timeline.tell_step()
+            self.timeline.record_step()
         return self.stopped is not None
 
 
@@ -122,7 +122,7 @@ class RequestRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Boundary:
+class _StepEnd:
     """The end of a step, at which requests are handled. `done`: operations that were already done there."""
 
     cluster: Cluster
@@ -144,7 +144,7 @@ class Requests:
         self, cluster: Cluster, rollout_id: int, rollout: Generated, in_flight: Future[Generated] | None
     ) -> str | None:
         """Do all that was requested since the last step. Returns why the run is to end; None: it is not."""
-        end = _Boundary(cluster, rollout_id, rollout, in_flight)
+        end = _StepEnd(cluster, rollout_id, rollout, in_flight)
         paused, stop = self._handle_asked(end, paused=False)
         if stop or not paused:
             return stop
@@ -166,7 +166,7 @@ class Requests:
         assert self._recording is not None, "it was asked for through the record"
         self._recording.call_control(Recording.answer, row.id, state, rollout_id, text).result()
 
-    def _handle_asked(self, end: _Boundary, *, paused: bool) -> tuple[bool, str | None]:
+    def _handle_asked(self, end: _StepEnd, *, paused: bool) -> tuple[bool, str | None]:
         """Execute pending requests; return whether the run is paused afterwards, and why it should end."""
         stop = None
         for row in self._asked():
@@ -209,7 +209,7 @@ class Requests:
                 )
                 self._change(cluster, setting, value, cluster.schedule.start - 1, in_flight=False)
 
-    def _do(self, end: _Boundary, row: ActionRow) -> str:
+    def _do(self, end: _StepEnd, row: ActionRow) -> str:
         """Do it and return what was done, in a sentence; RequestRefused: why not."""
         cluster, rollout_id, action = end.cluster, end.rollout_id, ACTIONS.get(row.name)
         if action is None or action.wrong_value(row.value):
@@ -234,7 +234,7 @@ class Requests:
         words = {"pause": "paused", "resume": "resumed", "stop": "ends here; without --save nothing is kept"}
         return words[row.name]
 
-    def _set(self, end: _Boundary, setting: str, value: float) -> str:
+    def _set(self, end: _StepEnd, setting: str, value: float) -> str:
         args = end.cluster.args
         if not end.cluster.trainer.group.ranks.handles:
             raise RequestRefused("nothing is trained in this run")

@@ -45,11 +45,11 @@ class Timeline:
 
     def end_step(self, rollout_id: int, notes: Sequence[Future[RankNotes]]) -> None:
         """Close a step. `notes`: what the trainer ranks will report about it."""
-        self.tell_step()
+        self.record_step()
         spans, self._added = self._tracer.drain() + self._added + spans_of_waits(rollout_id), []
         self._ended = rollout_id, spans, notes
 
-    def tell_step(self) -> None:
+    def record_step(self) -> None:
         """Hand the last step to the record, with the ranks' notes; called when that delays nobody."""
         if self._ended is None or self._recording is None:
             return

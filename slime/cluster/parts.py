@@ -26,7 +26,7 @@ from slime.cluster.rollout_manager import RolloutFacts, RolloutManager, RolloutP
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import RunLog
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.cluster.serving.loaded_weights import begins_as_served
+from slime.cluster.serving.loaded_weights import starts_as_served
 from slime.cluster.serving.served_model import trains_on_every_gpu
 from slime.cluster.trainer import Trainer
 from slime.cluster.training.train_actor import TrainActor
@@ -85,7 +85,7 @@ class Parts:
         rollout = process.call(RolloutProcess.start, point.rollout_id, point.rollout_state, point.resume)
 
         facts, group = _load_both(args, (launched, rollout), ranks, folder, residency)
-        if placement.engines and placement.trainer and begins_as_served(args, folder):
+        if placement.engines and placement.trainer and starts_as_served(args, folder):
             engines.call_control(EngineWeights.note_loaded).result(_READ_DEADLINE_S)
         manager = process.part(RolloutProcess.manager)
         recording = process.part(RolloutProcess.recording) if args.record_max_mib else None

@@ -12,7 +12,7 @@ from typing import Any
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.batch.convert import samples_to_batch
 from slime.cluster.canary.probe import probe_tokens, why_no_canary
-from slime.cluster.checkpoints.run_ledger import Resume, open_ledger, plain_of
+from slime.cluster.checkpoints.run_ledger import Resume, encodable, open_ledger
 from slime.cluster.recording import Recording
 from slime.cluster.serving.engine_plane import EnginePlane
 from slime.cluster.serving.engine_weights import EngineWeights
@@ -230,7 +230,7 @@ class RolloutManager:
             cursor = state_dict()
         generated = Generated(batch, cursor, metrics, len(samples))
         if self._ledger is not None:
-            self._ledger.made(rollout_id, plain_of(generated))
+            self._ledger.made(rollout_id, encodable(generated))
         return generated
 
     def note_trained(self, rollout_id: int) -> None:

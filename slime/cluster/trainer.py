@@ -87,7 +87,7 @@ class Trainer:
     def _train(self, rollout_id: int, batch: RolloutBatch | None) -> StepReport:
         with self.residency.phase(TRAIN), self.timeline.doing("training", rollout_id):
             if self.release is not None:
-                self.release.wake(self._changed)
+                self.release.restart_processes(self._changed)
             if batch is not None and self.recovery.is_on:
                 self.replay.batches.keep(rollout_id, batch)
             return self.group.train(rollout_id, batch)
@@ -153,10 +153,10 @@ class Trainer:
                 metrics |= self.recovery.run(rollout_id, self.canary.after_push, number)
         return metrics
 
-    def leave(self, rollout_id: int) -> None:
+    def end_processes(self, rollout_id: int) -> None:
         """End the trainer's processes until the next step (--release-train); otherwise a no-op."""
         if self.release is not None:
-            self.recovery.run(rollout_id, self.release.leave)
+            self.recovery.run(rollout_id, self.release.end_processes)
 
     # -- checkpoints
 

@@ -29,11 +29,11 @@ from slime.rollout.generation.scope import RequestScope
 from slime.rollout.prompt_groups import (
     Group,
     attempt_of,
-    begin_again,
     copy_group,
     describe,
     first_sample,
     is_scored,
+    next_attempt,
     without_response,
 )
 from slime.rollout.sample_hooks import set_current_rollout_id
@@ -243,7 +243,7 @@ class PoolCollector(Collector):
                 self._decide(await self._next_done())
                 worker.num_kept = len(self.kept)
             if self.rollout_id >= last_rollout_id(self.args):
-                self._give_back(await self._end_all())  # no rollout will use it
+                self._return_groups(await self._end_all())  # no rollout will use it
             elif self.args.deterministic_mode and self._tickets:  # so that every group has one version
                 with waits.waiting(f"{len(self._tickets)} groups of the pool", owner="rollout"):
                     await asyncio.wait([ticket.task for ticket in self._tickets.values()])
@@ -265,23 +265,23 @@ class PoolCollector(Collector):
         """Generate the group again, which counts as an attempt; drop it after too many attempts."""
         self.counts["stale"] += 1
         if (finished := _scored(ticket)) is not None:
-            self.waste.whole("stale", finished, ticket.scope)
+            self.waste.discarded("stale", finished, ticket.scope)
         else:
-            self.waste.begun("stale", ticket.origin, ticket.origin, ticket.scope)
+            self.waste.restarted("stale", ticket.origin, ticket.origin, ticket.scope)
         attempts = attempt_of(first_sample(ticket.origin)) + 1
         if attempts >= limit(self.args, "group-attempts"):
             cause = f"{describe(ticket.origin)} was too old for --max-weight-staleness {attempts} times"
             self._drop(ticket, ticket.origin, "stale", cause)
         else:
             del self._tickets[ticket.number]
-            self._give_back([begin_again(_from_prompt(ticket.origin))])
+            self._return_groups([next_attempt(_from_prompt(ticket.origin))])
 
     async def _end_all(self) -> list[Group]:
         tickets = list(self.worker.tickets.values())
         groups = await self.worker.stop()
         for ticket, group in zip(tickets, groups, strict=True):
             if not is_scored(group):
-                self.waste.begun("aborted", ticket.origin, group, ticket.scope)
+                self.waste.restarted("aborted", ticket.origin, group, ticket.scope)
         return groups
 
 

@@ -165,7 +165,7 @@ def _drop_later_images(sample: Sample) -> None:
         sample.multimodal_train_inputs = sample.multimodal_train_input_id = None
 
 
-def begin_again(group: Group) -> Group:
+def next_attempt(group: Group) -> Group:
     """Count another attempt of the samples, which changes their seeds."""
     for sample in flatten_samples(group):
         sample.metadata[ATTEMPT_KEY] = attempt_of(sample) + 1

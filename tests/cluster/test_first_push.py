@@ -12,7 +12,7 @@ from tiny_model import make_tiny_model
 
 from slime.arguments import default_args
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.cluster.serving.loaded_weights import begins_as_served
+from slime.cluster.serving.loaded_weights import starts_as_served
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.utils.async_utils import run
 from slime.weight_sync.base import LiveReport, WeightBundle
@@ -269,7 +269,7 @@ def test_only_a_trainer_that_begins_with_the_served_files_relies_on_them(tmp_pat
     model = str(make_tiny_model(tmp_path / "model"))
 
     def begins(folder=None, **flags) -> bool:
-        return begins_as_served(default_args(hf_checkpoint=model, **flags), folder)
+        return starts_as_served(default_args(hf_checkpoint=model, **flags), folder)
 
     assert begins()
     assert not begins(tmp_path / "checkpoint")

@@ -6,9 +6,9 @@ import pytest
 from argument_helpers import parse
 
 from slime.cluster.checkpoints.run_ledger import (
+    encodable,
     find_resume,
     open_ledger,
-    plain_of,
     settings_digest,
     was_evaluated,
 )
@@ -34,7 +34,7 @@ def first_start(folder, args, rollouts=3, cursor=True):
         ledger.begin(number, f"run:{number + 1}")
         ledger.cut(number)
         value = Generated(BATCH, {"at": number} if cursor else None, {"rollout/raw_reward": 0.25}, 2)
-        ledger.made(number, plain_of(value))
+        ledger.made(number, encodable(value))
         ledger.trained(number)
     ledger.committed(0)
     ledger.evaluated(0)
@@ -43,7 +43,7 @@ def first_start(folder, args, rollouts=3, cursor=True):
 
 def test_the_rows_of_a_batch_are_stored_as_one_buffer_and_not_changed_later():
     batch = {"tokens": list(torch.arange(9).split([2, 0, 3, 4])), "names": ["a", "b"]}
-    kept = plain_of(Generated(batch, {}, {}, 4))["batch"]
+    kept = encodable(Generated(batch, {}, {}, 4))["batch"]
     batch["tokens"][2] = torch.tensor([7])
     batch["names"].append("c")
     assert isinstance(kept["tokens"], TensorRows)

@@ -19,7 +19,7 @@ from slime.record.audit import audit
 from slime.record.texts import json_text
 from slime.rollout.data_source import follow
 from slime.rollout.ledger import Ledger
-from slime.rollout.prompt_groups import begin_again, copy_group
+from slime.rollout.prompt_groups import copy_group, next_attempt
 from slime.utils.types import RewardFailure, Sample
 
 
@@ -143,7 +143,7 @@ def test_samples_of_other_weights_attempts_or_settings_are_generated_again(world
     ledger.begin(1, "run:2")
     assert ledger.recall(sample) is None, "newer weights would have made other tokens"
     ledger.begin(0, "run:1")
-    assert ledger.recall(begin_again(copy_group([sample]))[0]) is None
+    assert ledger.recall(next_attempt(copy_group([sample]))[0]) is None
     assert world.start(settings="other").recall(sample) is None
     ledger = world.start(any_version=True)
     ledger.begin(1, "run:2")

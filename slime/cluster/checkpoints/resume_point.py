@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.arguments import Args
 from slime.cluster.checkpoints.checkpoint import IN_FLIGHT, ROLLOUT, read_state, resolve_load, write_state
-from slime.cluster.checkpoints.run_ledger import Resume, find_resume, plain_of
+from slime.cluster.checkpoints.run_ledger import Resume, encodable, find_resume
 from slime.cluster.rollout_manager import Generated
 from slime.runtime.base import Future
 from slime.utils.files.checksums import FileRecord
@@ -99,7 +99,7 @@ def write_in_flight(folder: Path, rollout_id: int, future: Future[Generated] | N
         logger.warning("Rollout %d failed (%s): the checkpoint is written without it.", rollout_id, error)
         return
     try:
-        write_state({"rollout_id": rollout_id, **plain_of(generated)}, folder / IN_FLIGHT)
+        write_state({"rollout_id": rollout_id, **encodable(generated)}, folder / IN_FLIGHT)
     except ValueError as error:
         logger.warning("%s A resumed run generates rollout %d again.", error, rollout_id)
 

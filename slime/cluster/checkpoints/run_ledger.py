@@ -105,7 +105,7 @@ def was_evaluated(run: Run, rollout_id: int) -> bool:
         return True
 
 
-def plain_of(generated: Any) -> dict[str, Any]:
+def encodable(generated: Any) -> dict[str, Any]:
     """Return the fields of a rollout for the codec, in containers that nobody else changes."""
     value = {f.name: getattr(generated, f.name) for f in fields(generated)}
     if value["batch"] is not None:

@@ -86,12 +86,12 @@ class TrainerRelease:
         self._restorer, self._args, self._checkpoint = restorer, restorer.args, checkpoint
         self._memories: tuple[Memory, ...] = ()
 
-    def leave(self) -> None:
+    def end_processes(self) -> None:
         """End the processes after a push: engines have the weights, and nothing else needs the trainer."""
         self._memories = tuple(self._restorer.group.ranks.call(TrainActor.memory))
         self._restorer.processes.end()
 
-    def wake(self, settings: dict[str, float]) -> None:
+    def restart_processes(self, settings: dict[str, float]) -> None:
         """Start the processes again where they have left. `settings`: changed since the run started."""
         if self._restorer.processes.away:
             with phases.doing("starting the trainer"):

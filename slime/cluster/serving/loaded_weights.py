@@ -23,7 +23,7 @@ from slime.wire.control import EngineControl
 logger = logging.getLogger(__name__)
 
 
-def begins_as_served(args: Args, checkpoint: Path | None) -> bool:
+def starts_as_served(args: Args, checkpoint: Path | None) -> bool:
     """Return whether the trainer starts with the weights that engines load, in an unquantized format."""
     model = args.hf_checkpoint
     if checkpoint is not None or model is None:

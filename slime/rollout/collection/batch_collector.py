@@ -12,7 +12,7 @@ from slime.arguments import PluginArgs
 from slime.rollout.collection.collector import Collector, Ticket
 from slime.rollout.data_source import take_groups
 from slime.rollout.generation.scope import RequestScope, current_scope
-from slime.rollout.prompt_groups import Group, begin_again, copy_group, is_scored
+from slime.rollout.prompt_groups import Group, copy_group, is_scored, next_attempt
 from slime.utils.errors import RunStopped
 from slime.utils.types import flatten_samples
 
@@ -47,7 +47,7 @@ class BatchCollector(Collector):
                         self._tickets[number] = Ticket(number, origin, task, scope)
                         task.add_done_callback(lambda _: self._news.set())
                 self._decide(await self._next_done())
-            self._give_back(await self._drain())
+            self._return_groups(await self._drain())
 
     def _take_groups(self) -> list[Group]:
         groups = take_groups(self.data_source, self.args, self.args.over_sampling_batch_size or self.target)
@@ -70,7 +70,7 @@ class BatchCollector(Collector):
         groups = [self._worth_keeping(ticket) for ticket in tickets]
         for ticket, group in zip(tickets, groups, strict=True):
             if not is_scored(group):
-                self.waste.begun("aborted", ticket.origin, group, ticket.scope)
+                self.waste.restarted("aborted", ticket.origin, group, ticket.scope)
         self._tickets.clear()
         return sorted(groups, key=lambda group: not is_scored(group))  # finished ones first; it is stable
 
@@ -97,7 +97,7 @@ class BatchCollector(Collector):
             return ticket.origin
         group, args = task.result(), self.args
         if any(s.reward_failure is not None for s in flatten_samples(group)):
-            return begin_again(ticket.origin)
+            return next_attempt(ticket.origin)
         if is_scored(group) and not (args.deterministic_mode or args.mask_offpolicy_in_partial_rollout):
             return self._stamp(group)
         return self._resumable(group, ticket.origin) if self._keeps_work else ticket.origin

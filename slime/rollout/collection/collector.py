@@ -31,12 +31,12 @@ from slime.rollout.prompt_groups import (
     Group,
     Outcome,
     attempt_of,
-    begin_again,
     describe,
     describe_fully,
     first_sample,
     index_of,
     is_finished,
+    next_attempt,
 )
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import HttpError
@@ -105,7 +105,8 @@ class Collector(abc.ABC):
             yield
         except BaseException:
             kept, self.kept = self.kept, []
-            self._give_back(kept + await self._end_all())  # nothing was trained, so kept groups return too
+            # Nothing was trained, so kept groups return too.
+            self._return_groups(kept + await self._end_all())
             raise
         self.kept.sort(key=lambda group: index_of(first_sample(group)))
         self.decided.sort(key=lambda group: index_of(first_sample(group)))
@@ -159,7 +160,7 @@ class Collector(abc.ABC):
         elif any(s.status is Sample.Status.ABORTED for s in samples):
             cause = f"the generate function gave up on {describe(group)} (a sample is aborted)"
             kept = self._resumable(group, ticket.origin)
-            self.waste.begun("aborted", ticket.origin, kept, ticket.scope)
+            self.waste.restarted("aborted", ticket.origin, kept, ticket.scope)
             self._requeue(ticket, kept, cause)
         else:
             self._filter(ticket, group, samples)
@@ -177,7 +178,7 @@ class Collector(abc.ABC):
         del self._tickets[ticket.number]
         if drops:
             self._drops.on_dynamic_filter_drop(output.reason)
-            self.waste.whole("zero_variance" if alike else "filtered", group, ticket.scope)
+            self.waste.discarded("zero_variance" if alike else "filtered", group, ticket.scope)
             self.counts["filtered"] += 1
             self._settle([group], "filtered", output.reason)
             return self._report_drops(self.counts["filtered"])
@@ -214,7 +215,7 @@ class Collector(abc.ABC):
             raise error
         if self._failed_in_a_row >= MAX_FAILED_IN_A_ROW:
             raise GroupFailed(f"{self._failed_in_a_row} groups in a row failed; the last: {error}") from error
-        self.waste.begun("failed", ticket.origin, ticket.origin, ticket.scope)
+        self.waste.restarted("failed", ticket.origin, ticket.origin, ticket.scope)
         if action == "retry":
             self._requeue(ticket, ticket.origin, str(error))
         else:
@@ -232,7 +233,7 @@ class Collector(abc.ABC):
         self.counts[f"reward_{failure.kind}"] += 1
         if action == "stop":
             raise GroupFailed(f"{cause} (--reward-failure-action stop).")
-        self.waste.whole("failed", group, ticket.scope)
+        self.waste.discarded("failed", group, ticket.scope)
         if action == "drop":
             self._drop(ticket, group, f"reward_{failure.kind}", cause)
         else:
@@ -246,7 +247,7 @@ class Collector(abc.ABC):
             raise GroupFailed(f"{cause}; {attempts} attempts were made (--limits group-attempts).{hint}")
         logger.warning("generated again (attempt %d of %d): %s", attempts + 1, allowed, cause)
         del self._tickets[ticket.number]
-        self._give_back([begin_again(group)])
+        self._return_groups([next_attempt(group)])
 
     def _resumable(self, group: Group, origin: Group) -> Group:
         """Keep what can be continued. An aborted fan-out cannot: it starts again from its prompt."""
@@ -263,7 +264,7 @@ class Collector(abc.ABC):
                 sample.metadata.setdefault("start_rollout_id", self.rollout_id)
         return group
 
-    def _give_back(self, groups: list[Group]) -> None:
+    def _return_groups(self, groups: list[Group]) -> None:
         if not groups:
             return
         try:

@@ -25,12 +25,12 @@ class Waste:
     def __init__(self) -> None:
         self._sums: Counter[tuple[str, str]] = Counter()
 
-    def whole(self, cause: str, group: Group, scope: RequestScope) -> None:
+    def discarded(self, cause: str, group: Group, scope: RequestScope) -> None:
         """Count a whole finished group as wasted, with what earlier rollouts generated of it."""
         samples = flatten_samples(group)
         self._add(cause, len(samples), sum(map(num_made, samples)), scope.seconds)
 
-    def begun(self, cause: str, origin: Group, kept: Group, scope: RequestScope) -> None:
+    def restarted(self, cause: str, origin: Group, kept: Group, scope: RequestScope) -> None:
         """Count what is lost when a group starts again from `origin`, or continues from `kept`."""
         before, after = (sum(map(num_made, flatten_samples(group))) for group in (origin, kept))
         lost = max(0, scope.tokens - max(0, after - before))
@@ -55,7 +55,7 @@ class Waste:
 
     def equal_rewards(self, group: Group, scope: RequestScope) -> None:
         """Count a group that is in the batch but has no advantage, because its rewards are equal."""
-        self.whole("zero_variance", group, scope)
+        self.discarded("zero_variance", group, scope)
         self._sums["zero_variance", "in_batch"] += sum(map(num_made, flatten_samples(group)))
 
 
