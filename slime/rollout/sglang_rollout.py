@@ -132,7 +132,8 @@ async def generate_and_rm(
                 made = await _generate_call(args, sample, sampling_params, evaluation=False)
         sample = await apply_rollout_sample_hooks(args, made, evaluation=evaluation)
     if not waits_for_group(args):
-        await score_samples(args, [sample], evaluation=evaluation)
+        with not_trained():  # a reward may send requests to the policy itself
+            await score_samples(args, [sample], evaluation=evaluation)
     return sample
 
 
@@ -211,7 +212,8 @@ async def generate_and_rm_group(
     group = await all_or_none(tasks)
     samples = flatten_samples(group)
     if waits_for_group(args) and not any(s.status is Sample.Status.ABORTED for s in samples):
-        await score_samples(args, samples, evaluation=evaluation)
+        with not_trained():
+            await score_samples(args, samples, evaluation=evaluation)
         if not evaluation and (durable := ledger.current()) is not None:
             durable.scored(group)
     return group

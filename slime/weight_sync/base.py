@@ -42,10 +42,6 @@ class WeightBundle:
     written: Path | None = None
 
 
-def nothing_after_writing(folder: Path) -> None:
-    """Do nothing: the written folder needs no post-processing."""
-
-
 class Sender(Protocol):
     """Trainer side of a transport; lives as long as the run. It gets buckets in order, then `finish`."""
 
@@ -116,7 +112,7 @@ class SenderOptions:
     keep_files: bool = False  # versions on disk are kept after their use
     delta: DeltaOptions | None = None  # None: the run sends no deltas
     # Called with each folder that is not a push's version (such as a late full copy), before readers see it.
-    after_writing: Callable[[Path], None] = nothing_after_writing
+    after_writing: Callable[[Path], None] = lambda folder: None
 
 
 @dataclass(frozen=True, slots=True)

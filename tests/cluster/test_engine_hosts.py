@@ -3,6 +3,7 @@
 The processes are the fakes of the fleet's tests, except where real engines of a plan are started.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -16,9 +17,9 @@ from ray_nodes import SECOND_HOST, two_ray_nodes
 from tiny_model import make_tiny_model
 
 from slime.arguments.passthrough.sglang_flags import find_python
-from slime.cluster.serving.engine_host import HostedEngine, host_engine
+from slime.cluster.serving.engine_host import HostedEngine
 from slime.cluster.serving.served_model import make_servers
-from slime.engines.engine_process import LaunchPlan
+from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.liveness import waits
 from slime.runtime.base import WorkerSpec
@@ -76,7 +77,8 @@ class Fleet:
 
         name = f"engine-{slot.index}"
         plan = LaunchPlan(name, command, {}, folder / f"{name}.log", 60.0, host=slot.host)
-        return host_engine(runtime, plan, WorkerSpec(name, slot=slot, near_driver=True), answer_s=600.0)
+        spec = WorkerSpec(name, slot=slot, near_driver=True)
+        return HostedEngine(plan, functools.partial(runtime.spawn, spec, EngineServer, plan), answer_s=600.0)
 
     def start(self) -> tuple[str, ...]:
         self.fleet.launch()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from slime.engines.engine_process import EngineServer, LaunchPlan, MachineLost, Serving
 from slime.liveness import waits
 from slime.liveness.vital_signs import Signs
-from slime.runtime.base import Future, Handle, Runtime, WorkerSpec
+from slime.runtime.base import Future, Handle
 from slime.utils import http_utils
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.wire.protocol import EngineInfo
@@ -109,8 +109,3 @@ class HostedEngine:
         with contextlib.suppress(WorkerDied, waits.WaitTimeout):
             self._owner.call_control(EngineServer.stop).result(_STOP_DEADLINE_S)
         self._owner.kill()
-
-
-def host_engine(runtime: Runtime, plan: LaunchPlan, spec: WorkerSpec, answer_s: float) -> HostedEngine:
-    """An engine whose owner the runtime places as `spec` says."""
-    return HostedEngine(plan, lambda port: runtime.spawn(spec, EngineServer, plan, port), answer_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from slime.arguments.passthrough.router_flags import need_router_python
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.engines import ENGINES
 from slime.catalog.limits import limit
-from slime.cluster.serving.engine_host import host_engine
+from slime.cluster.serving.engine_host import HostedEngine
 from slime.engines.balancer import Balancer
-from slime.engines.engine_process import LaunchPlan
+from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, FleetServer, Rotation, WatchPolicy
 from slime.engines.launch_plan import EngineSite, RouterPlan, place_engines, plan_router
@@ -197,7 +198,8 @@ def make_servers(
     plans = plan_engines(args, run_, slots)
     for place, plan, slot in zip(place_engines(args.engine_topology), plans, slots, strict=True):
         spec = WorkerSpec(plan.name, slot=slot, near_driver=True)
-        servers.setdefault(place.model, []).append(host_engine(runtime, plan, spec, timeout_s(args, "host")))
+        own = functools.partial(runtime.spawn, spec, EngineServer, plan)
+        servers.setdefault(place.model, []).append(HostedEngine(plan, own, timeout_s(args, "host")))
     return servers
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -31,7 +30,6 @@ from slime.weight_sync.base import (
     SenderOptions,
     Target,
     WeightBundle,
-    nothing_after_writing,
 )
 from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named, served_config
 from slime.weight_sync.late_copy import LateCopySender
@@ -40,37 +38,6 @@ from slime.weight_sync.transports import live_sender_of, transport_of
 
 # What ranks wait for one that sends weights beyond its own wait for an engine.
 _SENDER_SLACK_S = 60.0
-
-
-class _PostWrite:
-    """Calls a user's `function(args, version_dir, rollout_engines)` after weights are written to a folder.
-
-    It can make the folder visible to engines without a shared file system: upload a version, commit a volume,
-    or drop a cache. `rollout_engines`: their addresses.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], args: PluginArgs, engine_urls: tuple[str, ...], rank: int
-    ):
-        self._function, self._args, self._engine_urls, self._rank = function, args, engine_urls, rank
-
-    def __call__(self, folder: Path) -> None:
-        try:
-            self._function(self._args, str(folder), list(self._engine_urls))
-        except Exception as error:
-            path = self._args.custom_update_weight_post_write_path or ""
-            raise RunStopped(
-                f"--custom-update-weight-post-write-path raised on rank {self._rank} for {folder}: "
-                f"{type(error).__name__}: {error}; the engines were not notified of these weights.\n"
-                f"  at {place_of(error, path)}"
-            ) from error
-
-    def on_every_rank(self, folder: Path | None) -> None:
-        """A collective: only the first rank wrote, so only it knows the folder (None on the others)."""
-        known: list[str | None] = [str(folder) if folder is not None else None]
-        dist.broadcast_object_list(known, src=0)
-        assert known[0] is not None, "a transport without a folder has nothing to call this for"
-        self(Path(known[0]))
 
 
 class RankSender:
@@ -93,10 +60,8 @@ class RankSender:
         for url in engine_urls:
             run.engine_token.use_for(url)
         self._args, self._run, self._rank, self._backend = args, run, rank, backend
-        self._engine_urls = engine_urls
+        self._plugin_args, self._engine_urls = plugin_args, engine_urls
         live, self._content = TRANSPORTS[transport].live, TRANSPORTS[transport].content
-        path = args.custom_update_weight_post_write_path
-        self._post_write = _PostWrite(load_function(path), plugin_args, engine_urls, rank) if path else None
         self._quantization = served_config(self._policy_path) if args.rollout_quantization == "fp8" else None
         # As they were told to serve it, else as their checkpoint holds it.
         served = self._quantization
@@ -132,7 +97,7 @@ class RankSender:
             adapter_config=self._backend.adapter_config() if self._content == "adapter" else None,
             keep_files=self._args.update_weight_disk_keep_files,
             delta=_delta_options(self._args, self._run),
-            after_writing=self._post_write or nothing_after_writing,
+            after_writing=self._after_writing,
         )
 
     @property
@@ -156,9 +121,31 @@ class RankSender:
             if self._sender is not None:
                 self._sender.send(self._as_engines_hold(bucket))
         bundle = self._sender.finish(version) if self._sender is not None else None
-        if self._post_write is not None:
-            self._post_write.on_every_rank(bundle.written if bundle is not None else None)
+        if self._args.custom_update_weight_post_write_path is not None:
+            # Only the first rank wrote, so only it knows the folder.
+            folder = [bundle.written if bundle is not None else None]
+            dist.broadcast_object_list(folder, src=0)
+            assert folder[0] is not None, "a transport without a folder has nothing to call this for"
+            self._after_writing(folder[0])
         return bundle
+
+    def _after_writing(self, folder: Path) -> None:
+        """Call the user's function after weights were written and before engines read them.
+
+        It may make the folder visible to engines without a shared file system: upload a version, commit a
+        volume, or drop a cache.
+        """
+        path = self._args.custom_update_weight_post_write_path
+        if path is None:
+            return
+        try:
+            load_function(path)(self._plugin_args, str(folder), list(self._engine_urls))
+        except Exception as error:
+            raise RunStopped(
+                f"--custom-update-weight-post-write-path raised on rank {self._rank} for {folder}: "
+                f"{type(error).__name__}: {error}; the engines were not notified of these weights.\n"
+                f"  at {place_of(error, path)}"
+            ) from error
 
     def send_live(self, version: str, dtype: str | None, targets: tuple[Target, ...]) -> LiveReport | None:
         """Send the whole model to engines that wait for it; None: this rank sends nothing."""

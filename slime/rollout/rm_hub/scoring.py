@@ -11,7 +11,6 @@ from slime.arguments import PluginArgs
 from slime.catalog.limits import limit
 from slime.catalog.rewards import find_reward
 from slime.observability.tracer import trace_span
-from slime.rollout.generation.policy_requests import not_trained
 from slime.rollout.prompt_groups import describe_fully
 from slime.rollout.rm_hub.hub import (
     CUSTOM_RM,
@@ -47,13 +46,12 @@ async def score_samples(args: PluginArgs, samples: Sequence[Any], *, evaluation:
         if sample.status is not Sample.Status.ABORTED and sample.reward_failure is None
     ]
     pending = [sample for sample in ended if sample.reward is None]
-    with not_trained():  # a reward may send requests to the policy itself
-        if pending and scores_groups(args, ended):
-            await _score(args, ended, evaluation, by_group=True)
-        elif len(pending) == 1:  # the usual case needs no task of its own
-            await _score(args, pending, evaluation)
-        else:
-            await all_or_none([_score(args, [sample], evaluation) for sample in pending])
+    if pending and scores_groups(args, ended):
+        await _score(args, ended, evaluation, by_group=True)
+    elif len(pending) == 1:  # the usual case needs no task of its own
+        await _score(args, pending, evaluation)
+    else:
+        await all_or_none([_score(args, [sample], evaluation) for sample in pending])
 
 
 async def _score(
