@@ -151,7 +151,7 @@ class Requests:
         started = time.monotonic()
         with cluster.timeline.doing(phases.PAUSED, rollout_id):
             while paused and not stop:
-                cluster.trainer.recovery.check(rollout_id)
+                cluster.trainer.check(rollout_id)
                 with waits.waiting("the next check for requests"):  # it ends: a paused run does not hang
                     time.sleep(_POLL_S)
                 paused, stop = self._handle_asked(end, paused=True)

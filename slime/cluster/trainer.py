@@ -67,6 +67,10 @@ class Trainer:
         """Return a future of the rollout side that a lost rank does not end."""
         return GuardedFuture(future, self.recovery, rollout_id)
 
+    def check(self, rollout_id: int) -> None:
+        """Notice a rank that was lost while nobody waits for one."""
+        self.recovery.check(rollout_id)
+
     # -- a step
 
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> StepReport:
