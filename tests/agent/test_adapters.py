@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import time
+import threading
 
 import aiohttp
 import pytest
@@ -21,6 +21,7 @@ from adapter_client import (
     post,
 )
 from agent_world import agent_world, check_exact
+from patience import PATIENCE_S
 
 from slime.agent.adapters import common
 
@@ -170,19 +171,33 @@ def shown_thought(event):
     return event.get("delta", {}).get("thinking", "") if event["type"] == "content_block_delta" else ""
 
 
+def begins_at_once(monkeypatch) -> threading.Event:
+    """The headers of a stream are sent 0.01 s after it was asked for; set once they are."""
+    begun, begin = threading.Event(), common._begin
+
+    async def begin_and_tell(request):
+        response = await begin(request)
+        begun.set()
+        return response
+
+    monkeypatch.setattr(common, "_KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(common, "_begin", begin_and_tell)
+    return begun
+
+
 def test_a_stream_is_kept_alive_until_its_response_is_complete(monkeypatch):
-    monkeypatch.setattr(common, "_KEEP_ALIVE_S", 0.05)
-    late = time.monotonic() + 0.3
-    with agent_world([{"until": lambda: time.monotonic() > late, "tokens": [3, 4]}]) as world:
+    begun = begins_at_once(monkeypatch)
+    with agent_world([{"until": begun.is_set, "tokens": [3, 4]}]) as world:
         status, text, _ = asyncio.run(post(world, "chat", body_of("chat", [HELLO], stream=True)))
         assert status == 200 and text.startswith(": the model is writing\n\n") and "[DONE]" in text
         check_exact(world, finish(world), num_turns=1)
 
 
 def test_an_engine_that_fails_behind_a_stream_that_has_begun_is_an_event(monkeypatch):
-    monkeypatch.setattr(common, "_KEEP_ALIVE_S", 0.01)
+    begun = begins_at_once(monkeypatch)
     for api in PATHS:
-        with agent_world(lambda prompt: time.sleep(0.3) or 400) as world:
+        begun.clear()
+        with agent_world(lambda prompt: 400 if begun.wait(PATIENCE_S) else 500) as world:
             status, text, _ = asyncio.run(post(world, api, body_of(api, [HELLO], stream=True)))
             assert status == 200 and "the engine refuses the request" in text, text
 

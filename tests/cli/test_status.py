@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 
 import pytest
+from patience import PATIENCE_S
 
 from slime.cli.inspect import status
 from slime.cli.main import main
@@ -126,7 +128,8 @@ def test_a_run_that_is_paused_says_so_and_for_how_long(run_dir, capsys):
     assert main(["status", str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(": paused") and "so far" in lines[1]
-    assert any("paused, for 95 s" in line or "paused, for 96 s" in line for line in lines)
+    [paused] = re.findall(r"paused, for (\d+) s", "\n".join(lines))
+    assert 95 <= int(paused) < 95 + PATIENCE_S
     assert main(["status", str(run_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "paused"
     lock.release()
@@ -143,8 +146,8 @@ def test_waits_are_shown_overdue_first_and_as_json(run_dir, capsys):
     assert main(["status", str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     shown = lines[lines.index("  waits:") + 1 :]
-    assert shown[0].strip().startswith("driver waits for engine-0: POST /pause, for 30 s")
-    assert shown[0].endswith("OVERDUE") and shown[1].strip() == "run waits: training, for 40 s"
+    assert re.match(r" *driver waits for engine-0: POST /pause, for \d+ s.* OVERDUE$", shown[0])
+    assert re.match(r" *run waits: training, for \d+ s$", shown[1])
     assert main(["status", str(run_dir), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["state"] == "running" and told["metrics"]["rollout/raw_reward"] == 0.25

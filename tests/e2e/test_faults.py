@@ -4,7 +4,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -209,13 +208,10 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_the_cause(world):
     )
     driver = psutil.Process(process.pid)
     wait_for(lambda: series(world, "dying", "train/loss"), process)
-    for _ in range(2):
-        engine = wait_for(lambda: engine_of(driver), process)
-        wait_for(lambda e=engine: series(world, "dying", "train/loss") and e.is_running(), process)
-        engine.kill()
-        time.sleep(0.5)
-        if process.poll() is not None:
-            break
+    first = engine_of(driver)
+    first.kill()
+    second = wait_for(lambda: (found := engine_of(driver)) != first and found, process)
+    second.kill()
     assert process.wait(PATIENCE_S) != 0
     said = (world / "dying.out").read_text()
     assert "engines died 2 times within 600 s" in said and "killed by signal 9" in said

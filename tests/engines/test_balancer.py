@@ -9,7 +9,7 @@ import time
 
 import pytest
 from balancer_world import PAYLOAD, balanced, member, post
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, refused_url
 from patience import PATIENCE_S
 from yarl import URL
 
@@ -21,11 +21,6 @@ from slime.engines.middleware import RouterAnswer, RouterRequest
 from slime.engines.sglang.router import SGLangRouter, router_command
 from slime.utils import async_utils, http_utils
 from slime.utils.async_utils import run
-
-
-def refused_url() -> str:
-    """An address at which nobody listens."""
-    return f"http://127.0.0.1:{http_utils.find_available_port()}"
 
 
 def test_an_answer_passes_through_with_the_name_of_its_engine():
@@ -134,7 +129,7 @@ def test_the_workers_are_listed_for_those_who_address_them_directly():
 
 def test_a_request_of_an_engine_that_leaves_the_rotation_is_answered_by_another():
     with (
-        FakeEngine(lambda *_: {"delay_s": 30}) as stuck,
+        FakeEngine(lambda *_: {"delay_s": PATIENCE_S}) as stuck,
         FakeEngine() as other,
         balanced([stuck.url]) as (url, balancer),
     ):

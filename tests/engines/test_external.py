@@ -2,17 +2,18 @@
 
 import contextlib
 import json
+import re
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from fake_engine import refused_url
 from patience import eventually
 
 from slime.engines import external
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.utils.machine.ports import find_available_port
 
 OURS = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2}
 
@@ -89,11 +90,9 @@ def test_what_is_no_address_is_refused(address):
 
 
 def test_nobody_at_an_address_is_one_error_that_names_it(model):
-    port = find_available_port()
-    with pytest.raises(
-        ValueError, match=rf"no engine answers at http://127\.0\.0\.1:{port} .*start it, or correct"
-    ):
-        discover([f"127.0.0.1:{port}"], model)
+    url = refused_url()
+    with pytest.raises(ValueError, match=rf"no engine answers at {re.escape(url)} .*start it, or correct"):
+        discover([url.removeprefix("http://")], model)
 
 
 def test_a_host_that_does_not_exist_is_the_same_error(model):

@@ -30,11 +30,12 @@ def test_code_that_holds_the_loop_up_is_named_with_its_line(loop, caplog):
 
     task = asyncio.run_coroutine_threadsafe(holds(), loop)
     try:
-        eventually(lambda: "has held up the event loop" in caplog.text)
+        # On a busy machine other code may hold it up before: that line does not count.
+        eventually(lambda: "holds (" in caplog.text)
     finally:
         release.set()
     task.result(PATIENCE_S)
-    assert "holds (" in caplog.text
+    assert "has held up the event loop" in caplog.text
     assert "test_loop_watch.py:" in caplog.text
 
 

@@ -35,7 +35,7 @@ def test_a_rollout_that_wastes_nothing_says_so_for_every_cause(tmp_path):
 
 
 def hold_late(payload, number):
-    return {"hold": True, "tokens": [33, 34]} if number >= 8 else {"delay_s": 0.02}
+    return {"hold": True, "tokens": [33, 34]} if number >= 8 else {"delay_s": 0.02, "after": 16}
 
 
 def test_requests_that_are_ended_count_with_the_tokens_they_had_made(tmp_path):

@@ -12,12 +12,21 @@ from typing import Any
 
 from aiohttp import web
 
+from slime.utils.machine.ports import hold_port
+
 Script = Callable[[dict[str, Any], int], Any]
+_refusing = []  # sockets that are bound and do not listen, until this process ends
+
+
+def refused_url() -> str:
+    """An address at which nobody listens, now and later."""
+    _refusing.append(hold_port("127.0.0.1"))
+    return f"http://127.0.0.1:{_refusing[-1].getsockname()[1]}"
 
 
 class FakeEngine:
     """`script(payload, number)` may return None (answer normally), a status code, raw text, seconds to wait
-    as `{"delay_s": ...}`, `{"until": condition}`, `{"hold": True}` (until aborted, `tokens` made so far),
+    as `{"delay_s": ...}`, `{"until": condition}`, `{"after": n}` (n requests have come), `{"hold": True}` (until aborted, `tokens` made so far),
     `{"break": True}` (the connection ends), `{"break_when": n}` (when it has n such requests) or `{"tokens":
     [...], "finish": ...}`; `meta` adds to what an answer says about itself, `meta_of(tokens)` to what each
     event of a stream does. `takes_groups`: it answers lists of requests, each as its script says, with an
@@ -144,7 +153,7 @@ class FakeEngine:
             return web.Response(text=action)
         action = action or {}
         await asyncio.sleep(action.get("delay_s", 0))
-        while "until" in action and not action["until"]():
+        while len(self.requests) < action.get("after", 0) or not action.get("until", lambda: True)():
             await asyncio.sleep(0.01)
         finish = action.get("finish")
         if action.get("hold"):

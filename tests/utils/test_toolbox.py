@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from fake_engine import refused_url
 from patience import LONG_S
 
 from slime.liveness import waits
 from slime.utils import async_utils, http_utils, misc
 from slime.utils.machine import shm
+from slime.utils.machine.ports import hold_port
 
 
 def test_functions_load_from_modules_and_from_files(tmp_path):
@@ -163,13 +165,14 @@ def test_a_server_that_lives_and_fails_on_a_request_is_asked_a_few_times_and_tol
 
 
 def test_an_absent_server_is_an_error_with_its_address():
-    port = http_utils.find_available_port()
-    with pytest.raises(http_utils.HttpError, match=f"127.0.0.1:{port}.*no answer after 2 attempts"):
-        async_utils.run(http_utils.post(f"http://127.0.0.1:{port}/", {}, max_retries=1))
+    url = refused_url()
+    with pytest.raises(http_utils.HttpError, match=f"{url}.*no answer after 2 attempts"):
+        async_utils.run(http_utils.post(f"{url}/", {}, max_retries=1))
 
 
 def test_a_server_that_comes_up_late_is_waited_for():
-    port = http_utils.find_available_port()
+    held = hold_port("127.0.0.1")  # nobody else gets it meanwhile
+    port = held.getsockname()[1]
 
     async def go():
         async def handler(request):
@@ -192,3 +195,4 @@ def test_a_server_that_comes_up_late_is_waited_for():
     started = time.monotonic()
     assert async_utils.run(go()) == {"late": True}
     assert time.monotonic() - started < LONG_S
+    held.close()
