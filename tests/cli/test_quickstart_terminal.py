@@ -10,7 +10,7 @@ from terminal import run_in_terminal
 CHILD = (
     warm_start.WARM
     + """
-import json, logging, os, shutil, sys, warnings
+import contextlib, json, logging, os, shutil, sys, warnings
 from pathlib import Path
 from slime.cli.quickstart import command
 from slime.observability.logging_utils import configure_logger
@@ -39,6 +39,7 @@ def loop(args):
     print("a line that a plug-in prints")
 
 command.run_loop = command.run_overlapped = loop
+command.warm_starts = contextlib.nullcontext  # the loop starts nothing
 sys.exit(command.main(["--run-dir", sys.argv[1]]))
 """
 )

@@ -81,6 +81,7 @@ _TESTS = "import sys;exec(eval(sys.stdin.readline()))"  # a worker of `pytest -n
 # The first line of a program (`python -c`) of tests that may be started so: one that looks at no imports.
 WARM = "# starts warm\n"
 _ENGINE = "slime.engines.embedded"
+_COMMANDS = ("train", "train-async", "quickstart", "sweep", "serve", "weight-agent", "weight-publisher")
 _SCRIPTS = (
     "train.py",
     "train_async.py",
@@ -106,7 +107,7 @@ def _program(words: list[str]) -> tuple[str, str, list[str]] | None:
     match rest:
         case ["-m", "slime.engines.embedded", *_]:
             return "-m", rest[1], rest[2:]
-        case ["-m", "slime", "train" | "train-async" | "quickstart", *_]:
+        case ["-m", "slime", command, *_] if command in _COMMANDS:
             return "-m", rest[1], rest[2:]
         case ["-u", "-c", code] if code == _TESTS:
             return "-c", code, []
