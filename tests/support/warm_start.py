@@ -50,10 +50,20 @@ IMPORTS = (
     "transformers.models.qwen3.modeling_qwen3",
     "slime.api",
     "slime.backends.fsdp.backend",
+    "slime.cli.screen",
     "slime.cluster.run_opening",
     "slime.cluster.training.train_actor",
     "slime.engines.embedded.http_server",
+    "slime.engines.sglang.rules",
+    "slime.loop",
     "slime.loop_async",
+    "slime.preflight.packages",
+    "slime.preflight.reward",
+    "slime.preflight.run_plan",
+    "slime.preflight.stored",
+    "slime.rollout.sglang_rollout",
+    "slime.runtime.local",
+    "slime.weight_sync.shared_memory",
 )
 # One thread of OpenBLAS and no other: a process that is forked must have no threads.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
