@@ -189,13 +189,13 @@ def test_argument_that_cannot_be_pickled_raises_and_the_pool_stays_usable(pool):
 
 
 def test_close_ends_workers_busy_or_idle():
-    pool = CheckPool(num_workers=2, deadline_s=30)
+    pool = CheckPool(num_workers=2, deadline_s=PATIENCE_S)
 
     async def main():
         pids = set()
         while len(pids) < 2:
             pids |= set(await asyncio.gather(pool.check("os:getpid"), pool.check("os:getpid")))
-        hanging = asyncio.create_task(pool.check("time:sleep", 60))
+        hanging = asyncio.create_task(pool.check("time:sleep", 1000))
         await asyncio.sleep(0.2)
         pool.close()
         return pids, await hanging

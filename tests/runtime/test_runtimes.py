@@ -165,19 +165,13 @@ def test_references_reach_workers_in_the_driver(made):
     ref.drop()
 
 
-def test_a_death_is_noticed_although_nobody_waits_with_the_last_lines_of_its_log(watched_alone):
+def test_a_death_is_noticed_although_nobody_waits_with_the_last_lines_of_its_log(watched_alone, monkeypatch):
+    """The death itself tells of it, and no look of a watch."""
+    monkeypatch.setattr(heartbeat.HeartbeatWatch, "_judge", lambda *rest: None)
     doomed = watched_alone.spawn(WorkerSpec("doomed"), Target, 0)
     pid = doomed.call(Target.say, "these are my last words").result(PATIENCE_S)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"(?s)doomed.*these are my last words"):
-        watched_alone.failure.result(PATIENCE_S)
-
-
-def test_the_death_itself_tells_of_it_and_no_look_of_a_watch(watched_alone, monkeypatch):
-    monkeypatch.setattr(heartbeat.HeartbeatWatch, "_judge", lambda *rest: None)
-    doomed = watched_alone.spawn(WorkerSpec("doomed"), Target, 0)
-    os.kill(doomed.call(Target.pid).result(PATIENCE_S), signal.SIGKILL)
-    with pytest.raises(WorkerDied, match="doomed"):
         watched_alone.failure.result(PATIENCE_S)
 
 

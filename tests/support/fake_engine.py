@@ -26,11 +26,12 @@ def refused_url() -> str:
 
 class FakeEngine:
     """`script(payload, number)` may return None (answer normally), a status code, raw text, seconds to wait
-    as `{"delay_s": ...}`, `{"until": condition}`, `{"after": n}` (n requests have come), `{"hold": True}` (until aborted, `tokens` made so far),
-    `{"break": True}` (the connection ends), `{"break_when": n}` (when it has n such requests) or `{"tokens":
-    [...], "finish": ...}`; `meta` adds to what an answer says about itself, `meta_of(tokens)` to what each
-    event of a stream does. `takes_groups`: it answers lists of requests, each as its script says, with an
-    event for each; one whose script is no answer (a status, a break) gets no event.
+    as `{"delay_s": ...}`, `{"until": condition}`, `{"after": n}` (when n requests have come in all),
+    `{"hold": True}` (until aborted, `tokens` made so far), `{"break": True}` (the connection ends),
+    `{"break_when": n}` (when it has n such requests) or `{"tokens": [...], "finish": ...}`; `meta` adds to
+    what an answer says about itself, `meta_of(tokens)` to what each event of a stream does. `takes_groups`:
+    it answers lists of requests, each as its script says, with an event for each; one whose script is no
+    answer (a status, a break) gets no event.
     """
 
     def __init__(
