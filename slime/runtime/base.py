@@ -147,9 +147,8 @@ class Ref(Protocol[R_co]):
 class Runtime(Protocol):
     """Child processes of this one, or Ray actors. A runtime that is handed on spawns like the first."""
 
-    @property
-    def num_machines(self) -> int:
-        """The number of machines that a plan may use."""
+    def find_machines(self, wanted: int) -> int:
+        """Return the number of machines that a plan may use; wait for `wanted` where more can still join."""
 
     def claim(self, placement: Placement) -> Placement:
         """Reserve machines and devices for a plan until `close`; return the plan with their real names."""

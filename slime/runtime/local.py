@@ -185,7 +185,8 @@ class SegmentRef(Generic[R]):
 class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
     """Starts child processes and ends them."""
 
-    num_machines = 1
+    def find_machines(self, wanted: int) -> int:
+        return 1
 
     def __init__(self, run_dir: Path, shm_prefix: str, silence_limit_s: float = DEFAULT_LIMIT_S):
         super().__init__(run_dir, silence_limit_s)

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_HOST_TIMEOUT_S = 600.0
 _ANSWER_S = 30.0  # of a machine that is asked whether it is there
+_JOINED_S = 1.0  # between two counts of the machines of a cluster
 _STARTS = 4  # of a cluster for this run: Ray gives a node 30 s, which a busy machine may need
 _PULSE = "pulse"
 _LIFE = "life"
@@ -54,6 +56,12 @@ _DEATHS = (
 def _join_or_start() -> None:
     """Connect to the cluster of RAY_ADDRESS, or start one; RunStopped if that fails."""
     address = os.environ.get("RAY_ADDRESS")
+    if address and "://" in address:
+        raise RunStopped(
+            f"RAY_ADDRESS={address} is an address for clients, and the driver of a run works inside the "
+            "cluster: submit the run there (ray job submit --address http://HEAD:8265 -- slime train), or "
+            "start it on a machine of the cluster with RAY_ADDRESS=auto"
+        )
     for again in reversed(range(1 if address else _STARTS)):
         try:
             ray.init(
@@ -238,9 +246,20 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         super().__init__(state["_run_dir"], state["_silence_limit_s"])
         self.__dict__.update(state, _owns_ray=False, _group=None)
 
-    @property
-    def num_machines(self) -> int:
-        return len(_addresses())
+    def find_machines(self, wanted: int) -> int:
+        """Wait for machines that join a cluster after the run was started, as under a job scheduler."""
+        found, deadline = len(_addresses()), time.monotonic() + self._host_timeout_s
+        if found < wanted and os.environ.get("RAY_ADDRESS"):
+            logger.warning(
+                "The run needs %d machines and the Ray cluster has %d: waiting up to %g s for more to join "
+                "(--timeouts host).",
+                *(wanted, found, self._host_timeout_s),
+            )
+            with waits.waiting(f"{wanted} machines in the Ray cluster", deadline_s=self._host_timeout_s):
+                while found < wanted and time.monotonic() < deadline:
+                    time.sleep(_JOINED_S)
+                    found = len(_addresses())
+        return found
 
     def claim(self, placement: Placement) -> Placement:
         needs = placement.gpus_of_machines

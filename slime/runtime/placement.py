@@ -94,8 +94,7 @@ def plan_placement(args: Args, num_gpus: int, num_machines: int = 1) -> Placemen
             "most that."
         )
     per_node = args.actor_num_gpus_per_node
-    num_ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * per_node
-    training = [divmod(rank, per_node) for rank in range(num_ranks)]
+    training = [divmod(rank, per_node) for rank in range(_num_ranks(args))]
     trainer = tuple(Slot(i, (gpu,) if num_gpus else (), machine) for i, (machine, gpu) in enumerate(training))
     num_engines, wanted = _num_engines(args), 0 if _none_of_ours(args) else args.engine_topology.num_gpus
     pool = _engine_gpus(args, training, wanted, (num_machines, num_gpus)) if num_gpus else []
@@ -105,6 +104,18 @@ def plan_placement(args: Args, num_gpus: int, num_machines: int = 1) -> Placemen
         return Placement(trainer, _spread(num_engines, min(args.actor_num_nodes, num_machines)))
     places = place_engines(args.engine_topology, pool)
     return Placement(trainer, tuple(Slot(i, place.gpu_ids, place.machine) for i, place in enumerate(places)))
+
+
+def num_machines_needed(args: Args, num_gpus: int) -> int:
+    """Return the least number of machines with `num_gpus` devices each on which the run has room."""
+    num_ranks, wanted = _num_ranks(args), 0 if _none_of_ours(args) else args.engine_topology.num_gpus
+    devices = max(num_ranks, wanted) if args.colocate else num_ranks + wanted
+    nodes = 0 if args.debug_rollout_only else args.actor_num_nodes
+    return max(1, nodes, -(-devices // num_gpus) if num_gpus else 0)
+
+
+def _num_ranks(args: Args) -> int:
+    return 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
 
 
 def _none_of_ours(args: Args) -> bool:

@@ -13,7 +13,7 @@ from slime.cluster.run_log import _TRAIN_HEADLINE, headline_of
 from slime.cluster.serving.engine_plane import _with_model_facts
 from slime.cluster.serving.served_model import ranks_on_engines
 from slime.runtime.base import Ready
-from slime.runtime.placement import plan_placement
+from slime.runtime.placement import num_machines_needed, plan_placement
 
 
 def sizes(**changes):
@@ -127,6 +127,19 @@ def test_cpu_machines_get_as_many_ranks_as_asked_and_engines_evenly():
     placement = plan_placement(sizes(actor_num_nodes=2, rollout_num_gpus=3), 0, num_machines=2)
     assert where(placement.trainer) == ["0:", "0:", "1:", "1:"]
     assert where(placement.engines) == ["0:", "0:", "1:"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_gpus", "machines"),
+    [
+        ({"actor_num_nodes": 3}, 8, 3),
+        ({"actor_num_nodes": 2, "rollout_num_gpus": 3}, 0, 2),
+        ({"actor_num_gpus_per_node": 8, "rollout_num_gpus": 16}, 8, 3),
+        ({"actor_num_gpus_per_node": 8, "rollout_num_gpus": 16, "colocate": True}, 8, 2),
+    ],
+)
+def test_the_machines_that_a_run_needs_are_known_before_they_are_there(changes, num_gpus, machines):
+    assert num_machines_needed(sizes(**changes), num_gpus) == machines
 
 
 def test_a_plan_that_two_machines_cannot_hold_is_refused_with_the_flags():

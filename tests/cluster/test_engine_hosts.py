@@ -93,7 +93,7 @@ class Fleet:
 @pytest.fixture
 def engines(runtime, tmp_path):
     """One on each machine that the runtime has."""
-    made = Fleet(tmp_path, runtime, range(runtime.num_machines))
+    made = Fleet(tmp_path, runtime, range(runtime.find_machines(1)))
     yield made
     made.fleet.stop()
 
@@ -101,7 +101,7 @@ def engines(runtime, tmp_path):
 @pytest.fixture
 def engine(runtime, tmp_path):
     """One alone, on the last machine."""
-    made = Fleet(tmp_path, runtime, [runtime.num_machines - 1])
+    made = Fleet(tmp_path, runtime, [runtime.find_machines(1) - 1])
     yield made
     made.fleet.stop()
 
@@ -122,7 +122,7 @@ def test_an_engine_comes_back_on_its_machine_and_all_are_gone_at_the_end(engines
     assert engines.engines[-1].alive() and engines.engines[-1].pid != first
     assert run(http_utils.get(urls[-1])) == {"weight_version": "well"}
     pids = engines.fleet.pids
-    if runtime.num_machines > 1:
+    if runtime.find_machines(1) > 1:
         hosts = [slot.host for slot in engines.slots]
         assert [node_of(pid) for pid in pids] == hosts and hosts[1] == SECOND_HOST != hosts[0]
         assert all(url.startswith(f"http://{host}:") for url, host in zip(urls, hosts, strict=True))
@@ -177,7 +177,7 @@ def test_engines_of_a_plan_serve_on_the_gpus_of_two_machines(tmp_path, ray_clust
         "--debug-rollout-only", runtime="ray", rollout_num_gpus=4, rollout_num_gpus_per_engine=2, **model
     )
     runtime = RayRuntime(tmp_path)
-    placement = runtime.claim(plan_placement(args, 2, runtime.num_machines))
+    placement = runtime.claim(plan_placement(args, 2, runtime.find_machines(1)))
     assert {slot.host for slot in placement.engines} >= {SECOND_HOST}
     assert [slot.gpu_ids for slot in placement.engines] == [(0, 1), (0, 1)]
     servers = make_servers(args, Run("run", tmp_path, shm.make_prefix()), placement.engines, runtime)[

@@ -42,13 +42,16 @@ def test_a_launcher_parses_and_names_what_there_is(path):
 
 def test_kuberay_is_a_ray_job_whose_pods_share_a_volume():
     job = yaml.safe_load((ROOT / "launchers/kuberay.yaml").read_text())
-    assert (job["kind"], job["spec"]["entrypoint"].split()[:2]) == ("RayJob", ["slime", "train"])
+    assert job["kind"] == "RayJob" and "runtimeEnvYAML" not in job["spec"], "the code is the image's"
+    assert re.match(r"sh -c 'cd /volume && exec slime train --config /slime/recipes/", job["spec"]["entrypoint"])
+    assert DOCKERFILE.count("\nWORKDIR /slime\n") == 2 and "wget" in DOCKERFILE.partition(" AS cuda")[2]
     cluster = job["spec"]["rayClusterSpec"]
     pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     for pod in pods:
         spec = pod["template"]["spec"]
         mounted = {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
         assert mounted == {volume["name"] for volume in spec["volumes"]} == {"work", "shm"}
+        assert "/volume" in {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
 
 
 def test_the_images_copy_and_install_what_there_is():

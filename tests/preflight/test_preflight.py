@@ -314,6 +314,12 @@ def test_a_folder_to_write_to_that_is_a_file(look, tmp_path):
     assert "--save" in of_checkpoints and f"{tmp_path}/taken is a file; give a folder." in of_checkpoints
 
 
+def test_a_folder_that_ray_removes_with_its_job(look, tmp_path):
+    folder = tmp_path / "session_1/runtime_resources/working_dir_files/_ray_pkg_1"
+    [error] = errors(look(run_dir=f"{folder}/runs/a", save=str(tmp_path / "kept")))
+    assert "--run-dir" in error and "is removed with this job: give an absolute path" in error
+
+
 def test_a_folder_that_cannot_be_written_is_a_warning(look, tmp_path, monkeypatch):
     monkeypatch.setattr("slime.preflight.machine.os.access", lambda path, mode: mode != os.W_OK)
     [warning] = look().of("warning")

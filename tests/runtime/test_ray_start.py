@@ -1,4 +1,4 @@
-"""A Ray cluster that does not start, or is not there: `ray.init` is a fake that fails."""
+"""A Ray cluster that does not start, is not there, or grows: `ray.init` and the list of nodes are fakes."""
 
 import pytest
 
@@ -49,3 +49,28 @@ def test_a_cluster_that_is_not_there_is_named_and_not_asked_again(on_ray, failin
     with pytest.raises(RunStopped, match=r"no Ray cluster answers at RAY_ADDRESS=10\.0\.0\.9:6379"):
         on_ray._join_or_start()
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.9:10001", "http://10.0.0.9:8265"])
+def test_an_address_for_clients_is_refused_with_what_to_do(on_ray, failing, monkeypatch, address):
+    asked = failing(0)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(RunStopped, match="is an address for clients.*ray job submit"):
+        on_ray._join_or_start()
+    assert not asked
+
+
+def test_machines_that_join_later_are_waited_for_within_the_deadline(on_ray, monkeypatch, caplog):
+    grows = iter([1, 1, 2, 3, 3])
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(on_ray, "_JOINED_S", 0.0)
+    monkeypatch.setattr(on_ray, "_addresses", lambda: dict.fromkeys(range(next(grows, 3)), ""))
+    runtime = on_ray.RayRuntime.__new__(on_ray.RayRuntime)
+    runtime._host_timeout_s = 1e6
+    assert runtime.find_machines(3) == 3
+    assert "needs 3 machines and the Ray cluster has 1: waiting up to 1e+06 s" in caplog.text
+    runtime._host_timeout_s = 0.05
+    assert runtime.find_machines(4) == 3, "the plan then names what is missing"
+    monkeypatch.delenv("RAY_ADDRESS")
+    runtime._host_timeout_s = 1e6
+    assert runtime.find_machines(4) == 3, "nobody joins a cluster that this run has started"

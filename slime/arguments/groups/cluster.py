@@ -1,5 +1,6 @@
 """Flags and rules of machines: how many ranks train and engines generate, and who shares a device."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -178,8 +179,10 @@ def _check_sizes(draft: Draft) -> None:
             f"{total % each} would stay idle; use {total - total % each or each}."
         )
     nodes, ranks = draft.actor_num_nodes, draft.actor_num_gpus_per_node
-    if nodes > 1 and not draft.was_given("runtime"):
-        draft.derive("runtime", "ray", "actor_num_nodes: several machines")
+    in_cluster = bool(os.environ.get("RAY_ADDRESS"))  # also in a job of `ray job submit`
+    if (nodes > 1 or in_cluster) and not draft.was_given("runtime"):
+        why = "actor_num_nodes: several machines" if nodes > 1 else "environment variable RAY_ADDRESS"
+        draft.derive("runtime", "ray", why)
     if nodes > 1 and draft.runtime == "local":
         raise ValueError(
             f"--actor-num-nodes is {nodes}, but --runtime local uses this machine only; use --runtime ray."

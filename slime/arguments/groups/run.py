@@ -48,7 +48,9 @@ class RunFlags:
         off="--no-auto-resume",
     )
     runtime: str = flag(
-        "local", "child processes on this machine, or a Ray cluster", choices=("local", "ray")
+        "local",
+        "child processes on this machine, or a Ray cluster, which is the default where RAY_ADDRESS is set",
+        choices=("local", "ray"),
     )
     quiet: bool = flag(False, "no panels, live lines or samples: warnings and errors only")
     log_level: str | None = flag(
