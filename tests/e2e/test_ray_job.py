@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from loop_helpers import ROOT, flags, make_world, metrics
-from patience import PATIENCE_S
+from patience import PATIENCE_S, eventually
 
 from slime.utils.machine.ports import find_available_port
 
@@ -33,7 +33,9 @@ def cluster(tmp_path_factory):
         head = subprocess.Popen(
             start, cwd=ROOT, env={**env, "PATH": path}, stdout=out, stderr=out, start_new_session=True
         )
-    yield f"http://127.0.0.1:{dashboard}"
+    address = f"http://127.0.0.1:{dashboard}"
+    eventually(lambda: submit(address, "true").returncode == 0)  # jobs are taken later than Ray is up
+    yield address
     subprocess.run((*RAY, "stop", "--force"), env=env, capture_output=True, timeout=PATIENCE_S)
     head.wait(PATIENCE_S)
 

@@ -55,7 +55,7 @@ def test_a_cluster_that_is_not_there_is_named_and_not_asked_again(on_ray, failin
 def test_an_address_for_clients_is_refused_with_what_to_do(on_ray, failing, monkeypatch, address):
     asked = failing(0)
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(RunStopped, match="is an address for clients.*ray job submit"):
+    with pytest.raises(RunStopped, match=r"is an address for clients.*ray job submit"):
         on_ray._join_or_start()
     assert not asked
 
