@@ -108,3 +108,10 @@ def test_a_precision_that_is_asked_for_is_kept_and_its_price_told(laptop):
 def test_nothing_is_told_of_ordinary_sizes_or_of_a_cluster(laptop):
     assert parse().warnings == ()
     assert parse(runtime="ray", colocate=True, num_gpus_per_node=8).warnings == ()
+
+
+def test_a_cluster_in_the_environment_is_used_unless_the_command_line_says_otherwise(monkeypatch):
+    assert parse().runtime == "local"
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert parse().runtime == "ray"
+    assert parse(runtime="local").runtime == "local"
