@@ -18,9 +18,9 @@ FAST := $(addprefix tests/,algorithms arguments batch data observability utils w
 # But for four, which look at whole trainers, models and engines or start ranks; a file that is named is not ignored.
 FAST += $(filter-out tests/test_protocols.py tests/test_security.py,$(wildcard tests/test_*.py))
 FAST += --ignore=tests/batch/test_flops.py --ignore=tests/utils/test_machine_copies.py
-# Workers of one thread each; a file stays with one of them, with its engines and models. Four keep two cores
-# at work: tests of processes wait, for one that starts, ends or is late on purpose. (446 s; three took 500.)
-WORKERS ?= 4
+# Workers of one thread each; a file stays with one of them, with its engines and models. Five keep two cores
+# at work: tests of processes wait, for one that starts, ends or is late on purpose.
+WORKERS ?= 5
 PYTEST := $(BIN)/python -m pytest -q
 # Compiled modules are kept: where this is set, every process of every test would compile them anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -15,6 +15,7 @@ import torch
 from agent_world import agent_world
 from fake_engine import FakeEngine
 from patience import PATIENCE_S
+from source_trees import tree_of
 
 import slime
 from slime.agent.aiohttp_threaded import run_app_in_thread
@@ -139,7 +140,7 @@ def trees():
     words = ("pickle", "dill", "marshal", "shelve", "load")
     texts = ((path, path.read_text()) for path in sorted(SLIME.rglob("*.py")))
     return [
-        (str(path.relative_to(SLIME)), ast.parse(text))
+        (str(path.relative_to(SLIME)), tree_of(path))
         for path, text in texts
         if any(word in text for word in words)
     ]

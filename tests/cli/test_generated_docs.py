@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from source_trees import tree_of
 
 from slime.arguments.all_flags import all_specs
 from slime.arguments.core.flag import convert
@@ -73,7 +74,7 @@ def written_names() -> set[str]:
     for path in (ROOT / "slime").rglob("*.py"):
         if path.parent.name in ("cli", "catalog"):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.JoinedStr):
                 parts = [p.value if isinstance(p, ast.Constant) else FILLED_IN for p in node.values]
                 found.add("".join(map(str, parts)))
