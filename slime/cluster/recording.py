@@ -145,7 +145,7 @@ class Recording:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each token by itself, with the space that sentence-piece vocabularies write as a mark."""
+    """Return the text of each token, with the space that sentence-piece vocabularies write as a mark."""
     names = tokenizer.convert_ids_to_tokens(list(ids))
     texts = []
     for number, name in zip(ids, names, strict=True):

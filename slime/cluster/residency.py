@@ -59,17 +59,17 @@ class Residency:
         self._note_peak(_REPORTED[phase])
 
     def make_room(self) -> None:
-        """Called before a trainer starts on the engines' devices: the engines keep only their weights."""
+        """Reduce the engines to their weights, before a trainer starts on their devices."""
         if self._offload_rollout:
             self._release(self._held - _ENGINE_HOLDS[SYNC])
 
     def drain_peaks(self) -> dict[str, float]:
-        """GiB in use at most in each phase since the last call; empty on a CPU machine."""
+        """Return the peak GiB of each phase since the last call; empty on a CPU machine."""
         peaks, self._peaks = self._peaks, {}
         return peaks
 
     def _drain_peak(self) -> int | None:
-        """The peak memory of the device that was fullest since the last call; None on a CPU machine."""
+        """Return the peak memory of the fullest device since the last call; None on a CPU machine."""
         with contextlib.suppress(WorkerDied):  # reported to whoever needs the rank
             found = self._ranks.call(TrainActor.drain_peak_memory)
             return max((peak for peak in found if peak is not None), default=None)

@@ -108,11 +108,11 @@ class RolloutProcess:
         return self._manager
 
     def recording(self) -> Recording:
-        """Called on the control lane, beside generation."""
+        """Return the record's writer, which is called on the control lane during generation."""
         return self._recording
 
     def weights(self) -> EngineWeights:
-        """Called on the control lane, beside generation."""
+        """Return the engines' weights, which are called on the control lane during generation."""
         assert self._plane is not None, "the engines are not launched"
         return self._plane.weights
 

@@ -154,7 +154,7 @@ def close_run(run: Run, error: BaseException | None, stopped: str | None = None)
 
 
 def digest_inputs(args: Args) -> dict[str, str]:
-    """The digest of every file that defines this run and that is readable here."""
+    """Return the digest of every file that defines this run and that is readable here."""
     return {name: digest for name, path in _inputs(args) if (digest := _digest(path)) is not None}
 
 
@@ -205,7 +205,7 @@ def compare_inputs(args: Args, checkpoint: StepFolder | None, inputs: Mapping[st
 
 
 def _inputs(args: Args) -> Iterator[tuple[str, Path]]:
-    """(Name, file) of what defines this run."""
+    """Yield (name, file) of everything that defines this run."""
     for flag in _MODELS:
         model = getattr(args, flag)
         for path in sorted(_model_files(model)) if model else ():
@@ -237,7 +237,7 @@ def _model_files(model: str) -> set[Path]:
 
 
 def _plugin_file(path: str) -> Path | None:
-    """The file of a function of the user's; None: it is slime's own, or has no file."""
+    """Return the file of a user's function; None: it is slime's own, or has no file."""
     module = path.rpartition(":")[0] or path.rpartition(".")[0]
     if module.endswith(".py"):
         return Path(module).expanduser()

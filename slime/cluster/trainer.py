@@ -56,7 +56,7 @@ class Trainer:
     _changed: dict[str, float] = field(default_factory=dict)  # settings, since the run started
     _pushes_at_training: int = 0  # the number of pushes before the last step, which its checkpoint records
 
-    # -- beside generation
+    # -- during generation
 
     def make_room(self, rollout_id: int) -> contextlib.AbstractContextManager[None]:
         """Give the device to the engines while the returned context is open."""

@@ -39,15 +39,15 @@ class WeightPush:
         self._tracer = Tracer(PUSH)
 
     def open_senders(self) -> None:
-        """The ranks learn how weights travel, and to whom."""
+        """Tell the ranks which transport to use, and the addresses of the engines."""
         self._ranks.call(TrainActor.open_sender, self._transport, self._engine_urls)
 
     def drain_spans(self, rollout_id: int) -> list[Span]:
-        """Return what took how long since the last call."""
+        """Return the spans of pushes since the last call."""
         return self._tracer.drain(rollout_id=rollout_id)
 
     def note_pushed(self, number: int) -> None:
-        """Ranks that took the place of others learn that engines have their weights as this version."""
+        """Tell new ranks that engines hold their weights as this version."""
         self._ranks.call(TrainActor.note_version, number)
 
     def push(self) -> dict[str, float]:
@@ -111,7 +111,7 @@ class PushToNobody:
         self._ranks, self.num_pushes = ranks, done
 
     def open_senders(self) -> None:
-        """There is nobody to send to."""
+        """Do nothing: there are no engines to send to."""
 
     def drain_spans(self, rollout_id: int) -> list[Span]:
         return []

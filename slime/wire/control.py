@@ -41,7 +41,7 @@ class EngineControl:
         self.deadline_s = deadline_s
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """abort: requests answer now. retract: they lose their KV and start again. in_place: they keep it."""
+        """Pause. abort: requests return now. retract: they start again. in_place: they keep their KV."""
         await self._post("pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -66,7 +66,7 @@ class EngineControl:
         return str((await self._get_either("model_info"))["weight_version"])
 
     async def held_version(self) -> str | None:
-        """The version that the engine holds; None when it does not say in time."""
+        """Return the weight version that the engine holds; None if it does not respond in time."""
         try:
             return await self.version()
         except (http_utils.HttpError, TimeoutError, KeyError, TypeError):
@@ -83,7 +83,7 @@ class EngineControl:
         return seconds
 
     async def healthy(self, deadline_s: float = 5.0) -> bool:
-        """True when the worker makes a token within the deadline."""
+        """Return whether the worker generates a token within the deadline."""
         try:
             await http_utils.get(f"{self.url}/health_generate", timeout_s=deadline_s)
         except (http_utils.HttpError, TimeoutError):
@@ -101,14 +101,14 @@ class EngineControl:
         return _receipt(await self._post("update_weights_from_disk", payload), version)
 
     async def update_from_shared_memory(self, manifest: WeightManifest) -> Receipt:
-        """All buckets are verified before any is applied; after a mismatch the old version stays."""
+        """Load weights from shared memory; after a checksum mismatch the old version stays."""
         answer = await self._post("update_weights_from_shared_memory", manifest.to_json())
         return _receipt(answer, manifest.version)
 
     async def load_adapter_from_shared_memory(
         self, name: str, manifest: WeightManifest, config: Mapping[str, Any]
     ) -> Receipt:
-        """Low-rank adapters in place of those it had; verified before anything is applied."""
+        """Replace the low-rank adapters, which are verified before anything is applied."""
         payload = {"lora_name": name, "config_dict": dict(config), "manifest": manifest.to_json()}
         return _receipt(await self._post("load_lora_adapter_from_shared_memory", payload), manifest.version)
 
@@ -127,11 +127,11 @@ class EngineControl:
         _accepted(await self._post("load_lora_adapter_from_tensors", payload), f"adapter {name}")
 
     async def unload_adapter(self, name: str) -> None:
-        """Returns when no request uses it any more."""
+        """Unload an adapter; return when no request uses it any more."""
         _accepted(await self._post("unload_lora_adapter", {"lora_name": name}), f"to unload adapter {name}")
 
     async def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters that it holds."""
+        """Return the names of the adapters that the engine holds."""
         models = (await self._get("v1/models"))["data"]
         return tuple(model["id"] for model in models if model.get("parent"))
 
@@ -143,7 +143,7 @@ class EngineControl:
         await self._post("end_weight_update", {})
 
     async def update_from_tensors(self, payloads: Sequence[str], version: str) -> None:
-        """One bucket in SGLang's own format, base64, one text per tensor-parallel rank of the engine."""
+        """Send a bucket in SGLang's own format: base64, one text per tensor-parallel rank of the engine."""
         payload = {
             "serialized_named_tensors": list(payloads),
             "load_format": "flattened_bucket",
@@ -184,7 +184,7 @@ class EngineControl:
         _accepted(await self._post("update_weights_from_distributed", payload), version)
 
     async def checksums(self) -> dict[str, str]:
-        """The engine's own checksum of each of its tensors, under its own names (it may have fused some)."""
+        """Return the engine's checksum of each of its tensors, under its own names (some may be fused)."""
         answer = await self._post("weights_checker", {"action": "checksum"})
         if "checksums" in answer:
             return {name: str(value) for name, value in answer["checksums"].items()}
@@ -203,7 +203,7 @@ class EngineControl:
         _accepted(answer, "to overwrite its weights")
 
     async def score(self, ids: Sequence[int], extra: Mapping[str, Any]) -> list[float]:
-        """Log-probs of all tokens but the first, at temperature 1; nothing is drawn, nothing is cached."""
+        """Return log-probs of all tokens but the first, at temperature 1; nothing is sampled or cached."""
         payload = {
             "input_ids": list(ids),
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "sampling_seed": 0},
@@ -217,7 +217,7 @@ class EngineControl:
         return [float(entry[0]) for entry in entries[1:]]
 
     async def check_equal(self, manifest: WeightManifest, *, adapter: bool = False) -> list[str]:
-        """Names of tensors that differ from the manifest's bytes, or that only one side has."""
+        """Return the names of tensors that differ from the manifest, or that only one side has."""
         payload = {"action": "compare_adapter" if adapter else "compare", "manifest": manifest.to_json()}
         return list((await self._post("weights_checker", payload))["mismatched"])
 
@@ -227,7 +227,7 @@ class EngineControl:
             return await http_utils.post(url, payload, max_retries=0)
 
     async def _get_either(self, endpoint: str) -> Any:
-        """Versions of SGLang differ in whether the name begins with `get_`."""
+        """Get an endpoint whose name begins with `get_` in some versions of SGLang."""
         try:
             return await self._get(endpoint)
         except http_utils.HttpError as error:

@@ -28,7 +28,7 @@ MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
 
 
 def shown(value: Any) -> str:
-    """A value as an error message shows it: of a few characters, however large or deep it is."""
+    """Return a value as error messages show it: a few characters, however large it is."""
     return reprlib.repr(value)
 
 
@@ -182,7 +182,7 @@ class SamplingParams:
         return cls(**{k: v for k, v in data.items() if v is not None or k in _OPTIONAL})
 
     def to_json(self) -> dict[str, Any]:
-        """Fields that differ from the defaults, and `temperature` and `max_new_tokens` always."""
+        """Return the fields that differ from the defaults, and always `temperature` and `max_new_tokens`."""
         out: dict[str, Any] = (
             {"custom_params": {top_p.REQUEST_FIELD: True}} if self.return_top_p_token_ids else {}
         )
@@ -344,13 +344,13 @@ class EngineInfo:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Ways to bring weights in; adapters alone only where the engine was started for them."""
+        """Return the weight transports; adapters alone only if the engine was started for them."""
         adapters = self.dialect.adapters_by if self.raw.get("enable_lora") else None
         return (*self.dialect.transports, *([adapters] if adapters else []))
 
     @property
     def can_be_overwritten(self) -> bool:
-        """A whole push restores all that `EngineControl.overwrite_weights` destroys.
+        """Return whether a whole push restores all that `EngineControl.overwrite_weights` destroys.
 
         Not so where the engine derives more from weights (scales, drafts, adapters), or does not report the
         checksums of all its ranks.
@@ -366,7 +366,7 @@ class EngineInfo:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that hold a share of the weights."""
+        """Return the number of processes that hold a share of the weights."""
         return int(self.raw.get("tp_size") or 1) * int(self.raw.get("pp_size") or 1)
 
     @property

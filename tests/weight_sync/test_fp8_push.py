@@ -75,7 +75,7 @@ def sent_by(backend, model: Path) -> list[list]:
     sender = RankSender.__new__(RankSender)
     sender._backend, sender._content, sender._fp8 = backend, "model", checkpoint_format(model)
     sender._dither_seed = None
-    return [sender._as_engines_hold(bucket) for bucket in sender._stream(None)]
+    return [sender._in_engine_format(bucket) for bucket in sender._stream(None)]
 
 
 def said(url: str):

@@ -26,7 +26,7 @@ _AGREE_FIRST = 3  # tokens that must agree before "from one position on" is said
 
 
 def probe_tokens(tokenizer: Any) -> tuple[tuple[int, ...], ...]:
-    """The texts as ids; those of which too little is left for a comparison are not there."""
+    """Return the token ids of the texts; texts that are too short for a comparison are left out."""
     encoded = (tuple(tokenizer.encode(text, add_special_tokens=False)[:_MAX_TOKENS]) for text in TEXTS)
     return tuple(ids for ids in encoded if len(ids) > _AGREE_FIRST + 1)
 
@@ -43,7 +43,7 @@ def why_no_canary(args: Args) -> str | None:
 
 
 def batch_of(probe: Sequence[Sequence[int]]) -> RolloutBatch:
-    """The probe as a batch: all but the first token of each text is a response."""
+    """Return the probe as a batch: all but the first token of each text is a response."""
     lengths = [len(ids) - 1 for ids in probe]
     zeros, numbers = [0.0] * len(probe), list(range(len(probe)))
     return {

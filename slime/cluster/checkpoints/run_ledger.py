@@ -44,7 +44,7 @@ class Resume:
 
 
 def settings_digest(args: Args, *, overlapped: bool) -> str:
-    """A digest that is equal for two starts exactly when samples of one may be trained on by the other."""
+    """Return a digest that two starts share exactly if one may train on samples of the other."""
     values = {name: value for name, value in args.to_dict().items() if name not in _OF_NO_SAMPLE}
     text = json.dumps([overlapped, values], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -30,7 +30,7 @@ _DISK_ERRORS = (*_NO_ROOM, errno.EIO, errno.EACCES, errno.EPERM)
 
 
 def open_save_folder(args: Args) -> FolderLock:
-    """Ready to be written to, and this run's alone until it ends. ValueError: why not."""
+    """Prepare the folder of --save and lock it for this run. ValueError: it cannot be used."""
     assert args.save is not None, "asked for without --save"
     folder = Path(args.save)
     prepare_folder("--save", folder, _least_bytes(args))
@@ -93,7 +93,7 @@ def naming_disk_errors(flag: str, folder: Path, rollout_id: int) -> Iterator[Non
 
 @contextlib.contextmanager
 def naming_full_disks(args: Args) -> Iterator[None]:
-    """Whatever a run could not write for want of room ends it with one message, not with a traceback."""
+    """Turn an error for lack of disk space into one message instead of a traceback."""
     try:
         yield
     except (RunStopped, ValueError):
@@ -276,5 +276,5 @@ def _least_bytes(args: Args) -> int:
 
 
 def _fixed_part(template: str) -> Path:
-    """The folder of a template before its first placeholder."""
+    """Return the folder of a template before its first placeholder."""
     return Path(template.partition("{")[0] + "x").parent

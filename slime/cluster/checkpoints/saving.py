@@ -117,7 +117,7 @@ class Saver:
         return path.relative_to(final) if path is not None and path.is_relative_to(final) else None
 
     def _save_hf_inside(self, staged: StagedCheckpoint) -> None:
-        """A Hugging Face folder whose place is in the checkpoint's own is part of the transaction."""
+        """Write the Hugging Face folder that lies inside the checkpoint, as part of its transaction."""
         inside = self._hf_inside(staged)
         if inside is None:
             return
@@ -126,7 +126,7 @@ class Saver:
             self._models.describe(staged.staging / inside, staged.rollout_id)
 
     def _save_hf_beside(self, rollout_id: int) -> None:
-        """Elsewhere it is written after the checkpoint, which stays whatever becomes of it."""
+        """Write a Hugging Face folder outside of the checkpoint, which is complete by then and stays."""
         path = self._hf_path(rollout_id)
         if path is None:
             return

@@ -47,7 +47,7 @@ class HostedEngine:
         return self._serving.bootstrap_port
 
     def transports(self, info: EngineInfo) -> tuple[str, ...]:
-        """Shared memory reaches no other machine than that of the trainer's first rank."""
+        """Return the usable transports: shared memory needs the machine of the trainer's first rank."""
         reach = self.plan.beside_trainer
         return tuple(name for name in info.transports if reach or not name.endswith("shared_memory"))
 

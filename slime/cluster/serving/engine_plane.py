@@ -47,7 +47,7 @@ class EnginePlane:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The addresses of all engines of the policy; empty where the run has none."""
+        """Return the addresses of all engines of the policy; empty if the run has none."""
         return self._fleet.urls
 
     def connect(self, info: RunInfo) -> RunInfo:
@@ -90,7 +90,7 @@ class EnginePlane:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Ways to bring weights in that every engine of the policy offers."""
+        """Return the weight transports that every engine of the policy offers."""
         offered = [set(server.transports(self._ask(server.url))) for server in self._fleet.servers]
         return tuple(set.intersection(*offered)) if offered else ()
 

@@ -68,11 +68,11 @@ class EngineWeights:
 
     @property
     def version(self) -> str | None:
-        """Weight version of the last push to the engines; None before the first push."""
+        """Return the weight version of the last push to the engines; None before the first push."""
         return self.bundle.version if self.bundle is not None else None
 
     def info(self, url: str) -> EngineInfo:
-        """Asked once per life of an engine."""
+        """Return what an engine reports of itself; each engine process is asked once."""
         place = self._fleet.urls.index(url)
         life = self._fleet.pids[place] or 0
         member = self._members.get(url)
@@ -118,7 +118,7 @@ class EngineWeights:
         }
 
     def bring_up_to_date(self, url: str) -> None:
-        """An engine that was started again takes the weights, and gives memory away, as the others did."""
+        """Give a restarted engine the current weights, and release the memory that the others released."""
         if self.bundle is not None:
             run(self._take(self.bundle)(url, self.info(url)))
         if self._released:
@@ -142,7 +142,7 @@ class EngineWeights:
         await self._pause(self._control(url), info, keep=keep)
 
     async def _pause(self, control: EngineControl, info: EngineInfo, *, keep: bool = True) -> None:
-        """No request runs on, and no cached prefix of old weights is left for one that comes after."""
+        """Pause an engine and empty its prefix cache, which holds prefixes of the old weights."""
         await control.pause(pause_mode(self._args.pause_generation_mode, info, keep=keep))
         for attempt in range(1, _FLUSH_ATTEMPTS + 1):
             try:
@@ -181,7 +181,7 @@ class EngineWeights:
         return tuple(Target(url, m.life, m.info.num_ranks, m.gpu_ids) for url, m in members.items())
 
     def abandon_live(self, targets: tuple[Target, ...]) -> None:
-        """The trainer was lost on the way: engines stay paused, with whatever came, until the next push."""
+        """End a live push whose trainer was lost: engines stay paused until the next push."""
 
         async def end(url: str, info: EngineInfo) -> None:
             if info.dialect.has_begin_end:
@@ -262,7 +262,7 @@ class EngineWeights:
             return 0
         sums = run(_gather([self._control(url).checksums() for url in urls]))
         known = {url: held for url, held in zip(urls, sums, strict=True) if isinstance(held, Mapping)}
-        apart = {url: self._loaded.apart(self._key(url), known.get(url, {})) for url in urls}
+        apart = {url: self._loaded.differing_tensors(self._key(url), known.get(url, {})) for url in urls}
         if not known:
             logger.warning("The weights of the engines are not compared with each other: %s", sums[0])
             return self._evict_overwritten(apart)
@@ -287,7 +287,7 @@ class EngineWeights:
         return len(left)
 
     def score(self, probe: list[list[int]]) -> dict[str, list[list[float]] | str]:
-        """For each engine, the log-probs of each text, or why it does not report them."""
+        """Return for each engine the log-probs of each text, or why it does not report them."""
         extra = {"lora_path": ADAPTER_NAME} if self._args.lora_sync == "adapter" else {}
 
         async def score(url: str) -> list[list[float]]:
@@ -304,7 +304,7 @@ class EngineWeights:
         }
 
     def tensors_apart(self, name: str) -> list[str] | str:
-        """Tensors that an engine holds otherwise than they were last sent; a text: why that is not known."""
+        """Return the tensors of an engine that differ from the last push; a text: why that is not known."""
         bundle = self.bundle
         url = next((server.url for server in self._fleet.servers if server.plan.name == name), None)
         if bundle is None or url is None or not self._fleet.is_alive(url):
@@ -341,7 +341,7 @@ class EngineWeights:
         return live
 
     def _on_each(self, urls: list[str], act: Act) -> int:
-        """Act on all at once and evict engines that fail; return how many did."""
+        """Act on all engines at once, evict engines that fail, and return how many failed."""
         infos: dict[str, EngineInfo] = {}
         failures: dict[str, Exception] = {}
         for url in urls:
@@ -375,5 +375,5 @@ def _shown(error: BaseException) -> str:
 
 
 async def _gather(tasks: Iterable[Coroutine[Any, Any, R]]) -> list[R | BaseException]:
-    """Every answer, or what it raised."""
+    """Return every result, or the exception that was raised instead."""
     return await asyncio.gather(*tasks, return_exceptions=True)

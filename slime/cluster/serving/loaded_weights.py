@@ -62,10 +62,10 @@ class LoadedWeights:
             del self._noted[key]
         await control.flush()  # frees the memory that the noise needed
 
-    def apart(self, key: LifeKey, held: Mapping[str, str]) -> list[str] | None:
-        """Tensors that are not as they were loaded; None: the engine was not overwritten."""
+    def differing_tensors(self, key: LifeKey, held: Mapping[str, str]) -> list[str] | None:
+        """Return the tensors that differ from the loaded ones; None: the engine was not overwritten."""
         return differing(self._noted[key], held) if key in self._noted else None
 
     def forget(self) -> None:
-        """Pushes from now on bring other weights."""
+        """Forget the checksums: later pushes bring other weights."""
         self._noted = {}

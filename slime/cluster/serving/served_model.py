@@ -86,7 +86,7 @@ def open_endpoint(
 
 
 def join_router(args: Args, servers: tuple[FleetServer, ...]) -> Endpoint:
-    """Informs the router that --sglang-router-ip names which engines serve."""
+    """Tell the router of --sglang-router-ip which engines serve."""
     assert args.sglang_router_ip is not None and args.sglang_router_port is not None, "the rules ask for both"
     host, port = args.sglang_router_ip, args.sglang_router_port
     router = ExternalRouter(host, port, patience_s=timeout_s(args, "no-engine"))
@@ -131,7 +131,7 @@ class ModelService:
 
     @property
     def failures(self) -> list[concurrent.futures.Future[None]]:
-        """Futures of which any ends the run."""
+        """Return futures of which any that fails ends the run."""
         return [self.fleet.failure, *(router.failure for router in self._routers)]
 
     @property
@@ -141,7 +141,7 @@ class ModelService:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The addresses of the engines that are not reserved."""
+        """Return the addresses of the engines that are not reserved for evaluation."""
         return tuple(server.url for server in self._shared)
 
     def start_routers(self, run_: Run) -> tuple[Address, Address | None]:
@@ -173,7 +173,7 @@ class ModelService:
 def make_servers(
     args: Args, run_: Run, slots: tuple[Slot, ...], runtime: Runtime
 ) -> dict[str, list[FleetServer]]:
-    """The engines of each model, not yet started; external ones are asked who they are."""
+    """Return the engines of each model, not yet started; external engines are asked what they serve."""
     if not slots:
         return {}
     if args.rollout_external_engine_addrs:
@@ -204,7 +204,7 @@ def make_servers(
 
 
 def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPlan]:
-    """One plan per slot, in the order of the topology."""
+    """Return one launch plan per slot, in the order of the topology."""
     kind = ENGINES[args.rollout_engine]
     cores = cores_each(slots)
     # An engine with a Python of its own has its own modules, too.
@@ -236,7 +236,7 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
 
 
 def _policy_slots(args: Args, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
-    """The slots of the engines that get the trainer's weights."""
+    """Return the slots of the engines that get the trainer's weights."""
     if args.rollout_external_engine_addrs or not slots:
         return slots
     name = args.engine_topology.policy.name
@@ -245,7 +245,7 @@ def _policy_slots(args: Args, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
 
 
 def ranks_on_engines(args: Args, placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """For each engine that gets the trainer's weights: the trainer ranks on its devices, in their order."""
+    """Return, for each engine that gets the trainer's weights, the trainer ranks on its devices."""
     rank_on = {gpu: slot.index for slot in placement.trainer for gpu in slot.gpus}
     engines = _policy_slots(args, placement.engines)
     return tuple(tuple(rank_on[gpu] for gpu in slot.gpus if gpu in rank_on) for slot in engines)

@@ -63,7 +63,7 @@ class RankSender:
         self._plugin_args, self._engine_urls = plugin_args, engine_urls
         live, self._content = TRANSPORTS[transport].live, TRANSPORTS[transport].content
         self._quantization = served_config(self._policy_path) if args.rollout_quantization == "fp8" else None
-        # As they were told to serve it, else as their checkpoint holds it.
+        # The format that engines were started with, else that of their checkpoint.
         served = self._quantization
         self._fp8 = Fp8Format.from_config(served) if served else checkpoint_format(self._policy_path)
         self._dither_seed = args.seed if args.fp8_rounding == "stochastic" else None
@@ -102,7 +102,7 @@ class RankSender:
 
     @property
     def _policy_path(self) -> str:
-        """The model that engines of the policy start from."""
+        """Return the model that engines of the policy start from."""
         path = self._args.engine_topology.policy.model_path
         assert path is not None, "engines that get weights serve a model"
         return path
@@ -119,7 +119,7 @@ class RankSender:
         """Send the model or its adapters; the first rank returns the bundle."""
         for bucket in self._stream(dtype):
             if self._sender is not None:
-                self._sender.send(self._as_engines_hold(bucket))
+                self._sender.send(self._in_engine_format(bucket))
         bundle = self._sender.finish(version) if self._sender is not None else None
         if self._args.custom_update_weight_post_write_path is not None:
             # Only the first rank wrote, so only it knows the folder.
@@ -152,12 +152,12 @@ class RankSender:
         if self._turns is not None:
             buckets = self._backend.export_stage(dtype=_torch_dtype(dtype))
             if self._live_sender is not None:
-                buckets = map(self._as_engines_hold, buckets)
+                buckets = map(self._in_engine_format, buckets)
             return self._turns.send(version, targets, buckets)
         assert self._live_sender is not None, "a live push over a transport that is not live"
         self._live_sender.open(version, targets)
         for bucket in self._stream(dtype):
-            self._live_sender.send(self._as_engines_hold(bucket))
+            self._live_sender.send(self._in_engine_format(bucket))
         return self._live_sender.finish()
 
     def _stream(self, dtype: str | None) -> Iterator[NamedTensors]:
@@ -165,8 +165,8 @@ class RankSender:
         export = self._backend.export_adapter if self._content == "adapter" else self._backend.export
         return export(dtype=_torch_dtype(dtype))
 
-    def _as_engines_hold(self, bucket: NamedTensors) -> NamedTensors:
-        """Refuse what is not finite, and quantise to FP8 where the engines' checkpoint is in FP8."""
+    def _in_engine_format(self, bucket: NamedTensors) -> NamedTensors:
+        """Convert a bucket to the FP8 format of the engines, if any. RunStopped: a value is not finite."""
         broken = first_non_finite(bucket)
         if broken is not None:
             raise RunStopped(

@@ -101,7 +101,7 @@ class RankProcesses:
 
     @property
     def actors(self) -> Ranks[TrainActor]:
-        """The ranks with their model; to be called once it is loaded."""
+        """Return the ranks with their model; call it once the model is loaded."""
         return self._processes.part(RankProcess.actor)
 
     def join(self) -> None:
@@ -143,7 +143,7 @@ class RankProcesses:
 
     @property
     def lost(self) -> str | None:
-        """Reason why the ranks are gone; None: they are there, or away on purpose."""
+        """Return why the ranks are gone; None: they are there, or were ended on purpose."""
         return self._state.lost
 
     def find_lost(self) -> list[WorkerDied]:

@@ -119,7 +119,7 @@ def _train_one_layer(args: Args, folder: str, device: torch.device) -> None:
 
 
 def _blocks_to_lock(args: Args) -> list[tuple[int, int]]:
-    """(bytes, bytes of a block): for what leaves the device between steps, and for the copy of a push."""
+    """Return (bytes, block size) of the memory for offloaded state and for the copy of a weight push."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(args.hf_checkpoint)
@@ -138,7 +138,7 @@ def _blocks_to_lock(args: Args) -> list[tuple[int, int]]:
 
 
 def _lock(blocks: list[tuple[int, int]], compiled: threading.Event) -> None:
-    """At full speed once all is compiled; until then whoever compiles gets the device after each block."""
+    """Lock the memory; until layers are compiled, pause after each block to leave them the device."""
     if not blocks:
         return
     with _timed("host memory page-locked"):
