@@ -126,7 +126,7 @@ def flags_page() -> str:
         "have a `--no-` form. `slime train ... --print-config` shows every value of a run and where it came "
         "from. A dash means that the flag is not set, or that its value is derived. `slime train --help "
         "WORD` prints the flags that mention a word. **Since** is the version in which the flag appeared; "
-        "a `+` marks flags that THUDM/slime has by the same name ([migrating.md](migrating.md)).",
+        "a † marks flags that THUDM/slime has by the same name ([migrating.md](migrating.md)).",
         "## Essentials",
         "The flags that most runs set, each with an example. [scaling.md](scaling.md) has whole commands, "
         "`recipes/` whole files.",
@@ -148,10 +148,10 @@ def flags_page() -> str:
 
 
 def flags_since() -> dict[str, str]:
-    """Flag -> version in which it appeared, with a `+` if THUDM/slime has it too."""
+    """Flag -> version in which it appeared, with a † if THUDM/slime has it too."""
     versions: dict[str, list[str]] = yaml.safe_load(SINCE.read_text(encoding="utf-8"))
     also_there = versions.pop("in THUDM/slime")
-    return {n: f"{v} +" if n in also_there else v for v, names in versions.items() for n in names}
+    return {n: f"{v}†" if n in also_there else v for v, names in versions.items() for n in names}
 
 
 def _flag_rows(spec: FlagSpec, since: str) -> Iterator[str]:

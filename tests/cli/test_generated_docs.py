@@ -39,7 +39,7 @@ RELEASED = {"0.1.0": 261, "0.2.0": 38, "0.3.0": 29}
 def test_every_flag_names_the_version_in_which_it_appeared():
     since = docs.flags_since()
     assert set(since) == set(all_specs()), "a new flag goes into slime/arguments/since.yaml"
-    count = Counter(version.removesuffix(" +") for version in since.values())
+    count = Counter(version.removesuffix("†") for version in since.values())
     grown = {v: n for v, n in count.items() if n > RELEASED.get(v, n)}
     assert not grown, f"released already; name the coming version in slime/arguments/since.yaml: {grown}"
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
