@@ -29,7 +29,7 @@ from slime.cli.tasks import TASKS, model_folder
 from slime.data.copies import forget_copies
 from slime.observability.tracking import read_metrics
 from slime.record import Answer, Select, open_record
-from slime.utils.errors import FolderTaken
+from slime.utils.errors import FolderInUse
 from slime.utils.files.folder_lock import lock_file
 from slime.utils.files.run_file import CLAIM, LAST_MODEL, claim_run_folder, is_used, resumption_of
 from slime.utils.misc import load_function, plugin_module_name
@@ -227,7 +227,7 @@ def _run_folder(base: str, flags: Mapping[str, Any]) -> Iterator[Path]:
         return
     folder = Path(flags["run_dir"]).expanduser().absolute()
     if is_used(folder) and resumption is None:  # before anything of that run is written over
-        raise FolderTaken(
+        raise FolderInUse(
             f"run_dir {folder} belongs to another run: give another folder, or resume that run with load=."
         )
     yield folder

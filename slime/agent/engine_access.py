@@ -18,7 +18,7 @@ from slime.arguments import PluginArgs
 from slime.rollout.generation.generate_request import wrong_images
 from slime.rollout.generation.turn_gate import current_gate
 from slime.utils import http_utils, top_p
-from slime.utils.errors import EngineAnswerError
+from slime.utils.errors import EngineResponseError
 from slime.wire.client import EngineClient
 from slime.wire.protocol import ADAPTER_NAME, Finish, GenerateRequest, Generation, SamplingParams
 
@@ -145,7 +145,7 @@ class EnginePolicy:
                 continue  # the rollout ended, not the engine: the gate decides
             idle = 0 if len(made.ids) > count else idle + 1
             if idle > MAX_IDLE:
-                raise PolicyDown(f"the engine aborted a turn {idle} times without a token")
+                raise PolicyDown(f"the engine aborted a turn {idle} times before its first token")
             if idle:
                 await asyncio.sleep(min(1.0, 0.05 * 2 ** min(idle, 10)))
 
@@ -159,7 +159,7 @@ class EnginePolicy:
                 answer = _checked(await self.client.generate(request), request)
                 note_tokens(len(answer.ids))
                 return answer
-        except (http_utils.HttpError, EngineAnswerError):
+        except (http_utils.HttpError, EngineResponseError):
             raise  # the engine has no such request any more
         except BaseException:
             await asyncio.shield(self.abort(str(request.rid)))
@@ -186,9 +186,11 @@ class EnginePolicy:
 def _checked(answer: Generation, request: GenerateRequest) -> Generation:
     """Check the log-probs and images of a response before it becomes training data."""
     if answer.log_probs is None or not all(map(math.isfinite, answer.log_probs)):
-        raise EngineAnswerError("the engine returned a turn without log-probs: its tokens cannot be trained")
+        raise EngineResponseError(
+            "the engine returned a turn without log-probs: its tokens cannot be trained"
+        )
     if (wrong := wrong_images(request, answer)) is not None:
-        raise EngineAnswerError(f"the engine's response to a turn is wrong: {wrong}")
+        raise EngineResponseError(f"the engine's response to a turn is wrong: {wrong}")
     return answer
 
 
@@ -199,7 +201,7 @@ def _policy_at(url: str, loop: asyncio.AbstractEventLoop, extra: tuple[tuple[str
 
 def engines_url(args: PluginArgs) -> str:
     if args.sglang_router_ip is None:
-        raise RuntimeError("no engine serves this run (router address is not set): there is no policy to ask")
+        raise RuntimeError("no engine serves this run (router address is not set): it has no policy")
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
 
 

@@ -69,8 +69,8 @@ class Renderer:
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Render the whole conversation, up to where the response starts."""
         text = self.text(messages, tools)
-        _check_taken(messages, text)
-        _check_tools_taken(tools or (), text)
+        _check_rendered(messages, text)
+        _check_tools_rendered(tools or (), text)
         return self.encode(text)
 
     def text(
@@ -107,7 +107,7 @@ class Renderer:
         pictures = pictures_in(messages)
         if self.processor is None:
             if pictures:
-                raise TemplateRefused("the model reads text only: it takes no images")
+                raise TemplateRefused("the model reads text only, not images")
             return ids, []
         try:
             return expanded(ids, pictures, self.processor, start=start)
@@ -124,7 +124,7 @@ class Renderer:
         `stop_id` is the token that ended the response, None if it was truncated: then the template's own end
         of a turn is part of what follows.
         """
-        text = self._behind_answer(new_messages)
+        text = self._after_response(new_messages)
         if text is None:
             return None
         ids = self.encode(text)
@@ -132,7 +132,7 @@ class Renderer:
         ends_turn = stop_id is not None and bool(ids) and ids[0] in (stop_id, self._end_of_turn)
         return ids[1:] if ends_turn else ids
 
-    def _behind_answer(self, new_messages: Sequence[Message]) -> str | None:
+    def _after_response(self, new_messages: Sequence[Message]) -> str | None:
         stand_in: list[Message] = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": _ANSWER},
@@ -143,13 +143,13 @@ class Renderer:
             ids = [one.get("tool_call_id") for one in new_messages if one.get("role") == "tool"]
             if not ids:
                 raise
-            # Some templates take results only behind the calls they answer.
+            # Some templates accept results only after their calls.
             stand_in[1]["tool_calls"] = [{**_CALL, "id": str(one or _CALL["id"])} for one in ids]
             text = self.text([*stand_in, *new_messages])
             before = self.text(stand_in, answer_follows=False)
             return text[len(before) :] if text.startswith(before) else None
         _, found, rest = text.partition(_ANSWER)
-        _check_taken(new_messages, rest)
+        _check_rendered(new_messages, rest)
         return rest if found else None
 
     @functools.cached_property
@@ -231,7 +231,7 @@ def template_report(tokenizer: Any) -> PrefixReport:
     return Renderer(tokenizer).report()
 
 
-def _check_taken(messages: Sequence[Message], text: str) -> None:
+def _check_rendered(messages: Sequence[Message], text: str) -> None:
     """Refuse messages that the template silently skips, as it does with unknown roles.
 
     One word of each message is searched in the text: templates may quote and trim.
@@ -246,11 +246,11 @@ def _check_taken(messages: Sequence[Message], text: str) -> None:
         if longest not in text:
             raise TemplateRefused(
                 f"the chat template of the model leaves out a message of role {message.get('role')!r}: "
-                "it has no place for it"
+                "it does not support this role"
             )
 
 
-def _check_tools_taken(tools: Sequence[Any], text: str) -> None:
+def _check_tools_rendered(tools: Sequence[Any], text: str) -> None:
     for tool in tools:
         name = tool.get("function", tool).get("name", "")
         if name not in text:

@@ -262,15 +262,15 @@ class Session:
     ) -> tuple[Sequence[int], TurnNode | None, list[Message], str | None, list[Placed]]:
         """Return (ids, the turn they continue, the new messages, why history is rendered again, images)."""
         if not messages or messages[-1].get("role") == "assistant":
-            raise BadConversation("the conversation must end with a message that is no assistant's")
+            raise BadConversation("the conversation must not end with an assistant's message")
         if after is None:
             parent, known = find_continued(self.tree.nodes, messages, tools)
         else:
             parent, known = after.node, 0
             if parent not in self.tree.nodes:
-                raise ValueError("`after` is no response of this session")
+                raise ValueError("`after` is not a response of this session")
             if parent.tools != tools:
-                raise ValueError("`after` was given with other tools: send the whole conversation")
+                raise ValueError("`after` needs the tools of that response: send the whole conversation")
         new = messages[known:]
         if parent is None:
             fork = "history" if self.tree.nodes else None

@@ -281,7 +281,7 @@ class TrajectoryManager:
         """Add a turn where its prompt belongs. `prompt_messages` are what the prompt was rendered from."""
         tree = self._trees.setdefault(sid, TurnTree())
         parent = tree.find_parent(turn.prompt_ids)
-        last = self._rendered_anew(tree, turn, prompt_messages)
+        last = self._rendered_again(tree, turn, prompt_messages)
         if last is not None and (parent is None or parent.num_ids < last.num_ids):
             last.replaced = True
             parent = last.parent
@@ -294,7 +294,7 @@ class TrajectoryManager:
         }
         return node
 
-    def _rendered_anew(
+    def _rendered_again(
         self, tree: TurnTree, turn: TurnRecord, messages: Sequence[Mapping[str, Any]]
     ) -> TurnNode | None:
         """Return the leaf whose response this prompt holds in other tokens; None: none, or both must stay."""

@@ -208,11 +208,11 @@ def build_parser(
     custom = {}
     for action in parser._actions:
         if action not in declared and not isinstance(action, argparse._HelpAction):
-            custom[action.dest] = _take_over(action)
+            custom[action.dest] = _leave_only_reading(action)
     return parser, custom
 
 
-def _take_over(action: argparse.Action) -> CustomFlag:
+def _leave_only_reading(action: argparse.Action) -> CustomFlag:
     """Let argparse only read values: defaults and required flags are decided after files are read."""
     flag = CustomFlag(action, None, action.required)
     default = None if action.default is argparse.SUPPRESS else flag.read(action.default)

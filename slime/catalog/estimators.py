@@ -24,10 +24,10 @@ class Estimator:
     @property
     def compares_in_groups(self) -> bool:
         """Whether an estimator compares rewards within their group, without the greedy response."""
-        return self.baseline is not None and not self.needs_greedy_answer
+        return self.baseline is not None and not self.needs_greedy_response
 
     @property
-    def needs_greedy_answer(self) -> bool:
+    def needs_greedy_response(self) -> bool:
         """Whether each group needs an additional greedy response, whose reward is the baseline."""
         return self.baseline == "greedy"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slime.liveness.stacks import watch_exit
 from slime.liveness.waits import WaitTimeout
-from slime.utils.errors import EndedBySignal, FolderTaken, NotStarted, RunStopped
+from slime.utils.errors import EndedBySignal, FolderInUse, NotStarted, RunStopped
 from slime.utils.files.restricted import create_restricted
 from slime.utils.machine.garbage import search_new_only, search_seldom
 from slime.utils.machine.own_command import as_typed
@@ -147,7 +147,7 @@ def user_errors(traceback_file: Path | None = None, *, spell: Callable[[str], st
         raise SystemExit(128 + error.number if isinstance(error, EndedBySignal) else INTERRUPTED) from None
     except (ValueError, FileNotFoundError, RunStopped, WaitTimeout) as error:
         message = spell(str(error)) or type(error).__name__
-        if traceback_file is not None and not isinstance(error, (FolderTaken, NotStarted)):
+        if traceback_file is not None and not isinstance(error, (FolderInUse, NotStarted)):
             with contextlib.suppress(OSError):  # the message may be about a full disk
                 traceback_file.parent.mkdir(parents=True, exist_ok=True)
                 create_restricted(traceback_file)

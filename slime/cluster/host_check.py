@@ -40,7 +40,7 @@ def check_hosts(args: Args, runtime: Runtime, checkpoint: StepFolder | None) -> 
         # What is missing on the driver is reported by who reads it.
         files = ((flag, path) for flag, paths in read_files(args, checkpoint).items() for path in paths)
         needed += [Needed(flag, str(path), path.stat().st_size) for flag, path in files if path.is_file()]
-        answers = runtime.ask_others(find_unreadable, needed)
+        answers = runtime.ask_other_hosts(find_unreadable, needed)
     flags = dict.fromkeys(one.flag for one in needed)
     problems = [_describe(host, found, flags) for host, found in answers.items() if found]
     if problems:

@@ -23,7 +23,7 @@ from slime.arguments.core.draft import is_given
 from slime.arguments.groups.run import base_folder, without_rows
 from slime.plugins import PLUGIN_POINTS
 from slime.record.schema import RECORD_FILE, RecordError, refuse_foreign
-from slime.utils.errors import FolderTaken
+from slime.utils.errors import FolderInUse
 from slime.utils.files.run_file import (
     changed_settings,
     claim_run_folder,
@@ -94,17 +94,17 @@ def claimed(args: Args) -> Iterator[Args]:
 
 
 def refuse_taken(args: Args) -> None:
-    """Raise FolderTaken where the run folder, or the record in it, is another run's; writes nothing."""
+    """Raise FolderInUse where the run folder, or the record in it, is another run's; writes nothing."""
     folder = Path(args.run_dir)
     try:
         run_id = run_of_folder(folder, resumption_of(args.load, args.ckpt_step, args.finetune))
-    except FolderTaken as error:
-        raise FolderTaken(f"{error}{_why_not_resumed(folder, args)}") from None
+    except FolderInUse as error:
+        raise FolderInUse(f"{error}{_why_not_resumed(folder, args)}") from None
     if args.record_max_mib:
         try:
             refuse_foreign(folder / RECORD_FILE, run_id or "")
         except RecordError as error:
-            raise FolderTaken(str(error)) from None
+            raise FolderInUse(str(error)) from None
 
 
 def _why_not_resumed(folder: Path, args: Args) -> str:

@@ -35,7 +35,7 @@ from slime.wire.client import SESSION_HEADER
 
 logger = logging.getLogger(__name__)
 
-# What reaches an engine. Whatever changes one (pause, weights, memory, profiles) is for those who own it.
+# Endpoints that are forwarded. Only owners may change an engine (pause, weights, memory, profiles).
 ENDPOINTS = frozenset(
     (
         *("generate", "v1/completions", "v1/chat/completions", "v1/responses", "v1/messages"),
@@ -45,17 +45,17 @@ ENDPOINTS = frozenset(
     )
 )
 _MAX_BODY_BYTES = 256 * 1024**2
-_MAX_SESSIONS = 100_000  # the longest unused ones are forgotten
+_MAX_SESSIONS = 100_000  # the least recently used are forgotten
 _ALL_REFUSED_PAUSE_S = 0.2
-_DYING_PAUSE_S = 1.0  # an engine on its way out may take a connection for a moment
+_DYING_PAUSE_S = 1.0  # an engine that is ending may still accept a connection for a moment
 _LAST_WORDS_S = 0.05
-_RETURN_PATIENCE_S = 30.0  # how long a request waits for the engine that broke under it
+_RETURN_PATIENCE_S = 30.0  # how long a request waits for the engine that crashed while serving it
 _HOP_HEADERS = frozenset(
     {"host", "content-length", "connection", "transfer-encoding", "keep-alive", "expect", "origin"}
 )
-# This engine is down. A generation has no side effect, so it may be sent again; where to is the question.
+# The engine is down. A generation has no side effects, so it may be sent again, to this engine or another.
 _BROKEN = (TimeoutError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
-_NOT_REACHED = aiohttp.ClientConnectorError  # it saw nothing of the request
+_NOT_REACHED = aiohttp.ClientConnectorError  # the engine has not received the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class _Answer:
 
 
 _Told = _Answer | web.StreamResponse
-# What becomes of an answer that an engine, of this address, has begun.
+# Forwards the response that the engine at this address has started.
 _Delivery = Callable[[str, aiohttp.ClientResponse], Awaitable[_Told]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Errand:
+class _ForwardedRequest:
     """One forwarded request. `deadline`: when a wait for an engine ends."""
 
     path: str
@@ -88,21 +88,21 @@ class _Errand:
     deadline: float
 
 
-class _EngineBroke(Exception):
+class _EngineCrashed(Exception):
     """The engine crashed after it had received the request."""
 
 
 class Balancer:
     """Forwards `/generate` and the OpenAI-style endpoints to one of the engines.
 
-    `no_engine_timeout_s`: how long a request waits while no engine is in
-    rotation, or none answers, before it is a 503.
+    `no_engine_timeout_s`: how long a request waits without an engine in rotation, or without a reply, before
+    status 503.
     """
 
     def __init__(
         self, urls: Sequence[str], *, no_engine_timeout_s: float = 0.0, middlewares: Sequence[Middleware] = ()
     ):
-        # The requests at each engine; they end with their answers, and before that when the engine leaves.
+        # The requests at each engine; they end with their responses, or earlier when the engine leaves.
         self._running: dict[str, set[asyncio.Timeout]] = {url: set() for url in urls}
         self._session_home: OrderedDict[str, str] = OrderedDict()
         self._no_engine_timeout_s = no_engine_timeout_s
@@ -110,7 +110,7 @@ class Balancer:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Serves; returns the port that was bound."""
+        """Start serving; return the port."""
         raise_limit()
         guard = browser_guard(known=names_of_this_machine([host]))
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[guard])
@@ -118,7 +118,7 @@ class Balancer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/{path:.*}", self._handle)
-        # A client that hangs up cancels its handler, which ends the request at the engine.
+        # A client that disconnects cancels its handler, which ends the request at the engine.
         self._runner = web.AppRunner(app, access_log=None, auto_decompress=False, handler_cancellation=True)
         await self._runner.setup()
         try:
@@ -141,7 +141,7 @@ class Balancer:
         run(self._add(server.url))
 
     def remove(self, url: str) -> None:
-        """Out at once; what it was working on goes to others."""
+        """Remove an engine at once; its requests are sent to other engines."""
         run(self._remove(url))
 
     async def _add(self, url: str) -> None:
@@ -150,17 +150,17 @@ class Balancer:
     async def _remove(self, url: str) -> None:
         running = self._running.pop(url, set())
         if running:
-            # If its process is dead, these connections have ended: let them say so,
-            # for that is another matter than leaving.
+            # If its process is dead, its connections have ended; let them fail, because a crash is not the
+            # same as leaving.
             await asyncio.sleep(_LAST_WORDS_S)
         for visit in list(running):
-            visit.reschedule(0.0)  # long ago: at once
+            visit.reschedule(0.0)  # expired: at once
 
     # ---- one request ---------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise web.HTTPUnsupportedMediaType(text="compressed bodies are not taken\n")
+            raise web.HTTPUnsupportedMediaType(text="compressed bodies are not accepted\n")
         body, path = await request.read(), request.match_info["path"]
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP_HEADERS}
         payload = _json_object(body) if self._middlewares else None
@@ -179,7 +179,7 @@ class Balancer:
         body = json.dumps(request.payload).encode()
         headers = {**request.headers, "Content-Type": "application/json"}
         answer = await self._send_somewhere(request.path.lstrip("/"), body, headers, _read)
-        assert isinstance(answer, _Answer), "there is no client who reads the answer piece by piece"
+        assert isinstance(answer, _Answer), "no client reads this response as a stream"
         try:
             return RouterAnswer(answer.status, json.loads(answer.body))
         except ValueError:
@@ -190,7 +190,9 @@ class Balancer:
     ) -> _Told:
         if path not in ENDPOINTS:
             return _Answer.error(404, f"/{path[:100]} is not forwarded to engines; /generate is, for example")
-        errand = _Errand(path, body, headers, deliver, time.monotonic() + self._no_engine_timeout_s)
+        forwarded = _ForwardedRequest(
+            path, body, headers, deliver, time.monotonic() + self._no_engine_timeout_s
+        )
         session, tried = headers.get(SESSION_HEADER), set[str]()
         failed: _Answer | None = None
         is_suspect = False
@@ -198,32 +200,33 @@ class Balancer:
             url = self._choose(session, tried)
             if url is None:
                 if failed is not None:
-                    return failed  # whoever is there fails: the client backs off
-                if time.monotonic() >= errand.deadline:
+                    return failed  # all engines fail: the client backs off
+                if time.monotonic() >= forwarded.deadline:
                     return _Answer.error(503, "no engine answers")
                 tried.clear()
                 await asyncio.sleep(_ALL_REFUSED_PAUSE_S)
                 continue
             tried.add(url)
             try:
-                answer = await self._try(url, errand)
-            except _EngineBroke:
-                answer = _given_up(url) if is_suspect else await self._send_back(url, errand)
+                answer = await self._try(url, forwarded)
+            except _EngineCrashed:
+                answer = _given_up(url) if is_suspect else await self._send_back(url, forwarded)
                 is_suspect = True
             if isinstance(answer, _Answer) and answer.status >= 500:
-                # A sick engine fails fast, so it would always be the least busy one and draw every request.
+                # A failing engine responds fast, so it would always be the least busy one and get every
+                # request.
                 failed = answer
             elif answer is not None:
                 return answer
 
-    async def _send_back(self, url: str, errand: _Errand) -> _Told | None:
-        """Send a request again to the engine that broke under it. None: it stays away; ask another."""
-        patience = min(errand.deadline, time.monotonic() + _RETURN_PATIENCE_S)
+    async def _send_back(self, url: str, forwarded: _ForwardedRequest) -> _Told | None:
+        """Send a request again to the engine that crashed under it. None: it is still down; try another."""
+        patience = min(forwarded.deadline, time.monotonic() + _RETURN_PATIENCE_S)
         await asyncio.sleep(_DYING_PAUSE_S)
         while True:
             try:
-                answer = await self._try(url, errand) if url in self._running else None
-            except _EngineBroke:
+                answer = await self._try(url, forwarded) if url in self._running else None
+            except _EngineCrashed:
                 return _given_up(url)
             if answer is not None and not (isinstance(answer, _Answer) and answer.status >= 500):
                 return answer
@@ -244,23 +247,23 @@ class Balancer:
                 self._session_home.popitem(last=False)
         return url
 
-    async def _try(self, url: str, errand: _Errand) -> _Told | None:
-        """Send a request to one engine; None where it was not reached, or left before it answered."""
+    async def _try(self, url: str, forwarded: _ForwardedRequest) -> _Told | None:
+        """Send a request to one engine; None if it was not reached, or left before it responded."""
         running, visit = self._running[url], asyncio.timeout(None)
         running.add(visit)
-        target = f"{url}/{errand.path}"
+        target = f"{url}/{forwarded.path}"
         try:
             async with visit:
-                headers = with_token(target, errand.headers)
-                response = await get_session().post(target, data=errand.body, headers=headers)
-                return await errand.deliver(url, response)
+                headers = with_token(target, forwarded.headers)
+                response = await get_session().post(target, data=forwarded.body, headers=headers)
+                return await forwarded.deliver(url, response)
         except _NOT_REACHED:
             return None
         except _BROKEN as error:
             if visit.expired():
                 return None
-            logger.debug("engine %s broke at work (%s: %s)", url, type(error).__name__, error)
-            raise _EngineBroke from error
+            logger.debug("engine %s crashed during a request (%s: %s)", url, type(error).__name__, error)
+            raise _EngineCrashed from error
         finally:
             running.discard(visit)
 
@@ -294,7 +297,7 @@ async def _read(url: str, response: aiohttp.ClientResponse) -> _Answer:
 
 
 async def _pass_on(request: web.Request, url: str, response: aiohttp.ClientResponse) -> _Told:
-    """A stream goes to the client piece by piece."""
+    """Forward a stream to the client piece by piece."""
     kind = response.headers.get("Content-Type", "")
     if "event-stream" not in kind:
         return await _read(url, response)
@@ -305,11 +308,11 @@ async def _pass_on(request: web.Request, url: str, response: aiohttp.ClientRespo
             async for chunk in response.content.iter_any():
                 await _to_client(stream.write(chunk))
             await _to_client(stream.write_eof())
-        except _ClientLeft as left:  # not the engine's fault, and the client is gone
+        except _ClientLeft as left:  # the client is gone, and the engine is not the cause
             logger.debug("a client of %s left before the end of its stream: %s", url, left)
         except (*_BROKEN, asyncio.CancelledError) as error:
-            # A client that has read a part cannot be served by another engine: it sees the stream break.
-            logger.info("%s broke in the middle of a stream (%s)", url, error or type(error).__name__)
+            # A client that has read a part cannot be served by another engine: its stream ends early.
+            logger.info("%s crashed in the middle of a stream (%s)", url, error or type(error).__name__)
             if request.transport is not None:
                 request.transport.abort()
     return stream
@@ -322,20 +325,18 @@ class _ClientLeft(Exception):
 async def _to_client(write: Awaitable[object]) -> None:
     try:
         await write
-    except ConnectionError as error:  # closed, closing, or lost while its buffer was full
+    except ConnectionError as error:  # closed, closing, or lost with a full buffer
         raise _ClientLeft(str(error) or type(error).__name__) from error
 
 
 def _signed(url: str) -> dict[str, str]:
-    """Headers that name the engine for the client; empty: no engine."""
+    """Return headers that name the engine for the client; empty: no engine."""
     return {ANSWERED_BY: url} if url else {}
 
 
 def _given_up(url: str) -> _Answer:
-    """A 4xx: the client must not send it again, for the next engine to break."""
-    message = (
-        f"engine {url} broke while it worked on this request, so it is sent to no other; see the engine's log"
-    )
+    """Return a 4xx, so that the client does not send the request again and crash the next engine."""
+    message = f"engine {url} crashed on this request, so it is not sent to another one; see the engine's log"
     logger.error("A request is given up: %s", message)
     return _Answer.error(422, message)
 

@@ -19,7 +19,7 @@ from slime.utils.machine.children import Child, LifePipe, describe_exit, kill_gr
 from slime.wire.protocol import EngineInfo
 
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
-# For a port that a process held which was killed: its children, and a machine that is slow, may need a while.
+# After a kill, children of the process may hold its port for a while, longer on a slow machine.
 _PORT_PATIENCE_S = 30.0
 
 Command = Callable[[int, Path, int], list[str]]
@@ -38,10 +38,10 @@ class LaunchPlan:
     env: dict[str, str]
     log_path: Path
     start_timeout_s: float
-    worker_type: str = "regular"  # or prefill, decode: its share in disaggregation
-    host: str = "127.0.0.1"  # the address it binds, as its clients reach it
+    worker_type: str = "regular"  # or prefill, decode: its role in disaggregation
+    host: str = "127.0.0.1"  # the address that it binds and clients use
     beside_trainer: bool = True  # on the machine of the trainer's first rank
-    token: str | None = field(default=None, repr=False)  # what it asks of its clients; None: nothing
+    token: str | None = field(default=None, repr=False)  # the token that clients need; None: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ class Serving:
 
 
 class EngineServer:
-    """An engine process and its address. The port is kept over restarts, so that clients can keep theirs.
+    """An engine process and its address. The port stays the same over restarts, so that clients can keep the
+    address.
 
     `port`: the port of an earlier process of this engine; 0: any. The object lives on the engine's machine.
     """
@@ -67,11 +68,11 @@ class EngineServer:
     def __init__(self, plan: LaunchPlan, port: int = 0):
         self.plan = plan
         self.port = port
-        self.bootstrap_port: int | None = None  # of an engine that prefills for others
+        self.bootstrap_port: int | None = None  # bootstrap port of a prefill engine
         self._held_port: socket.socket | None = None
         self._process: Child | None = None
         self._life = LifePipe()
-        self._ready_file = plan.log_path.with_suffix(".ready")  # there once it serves, until it is read
+        self._ready_file = plan.log_path.with_suffix(".ready")  # exists from readiness until it is read
 
     @property
     def url(self) -> str:
@@ -82,13 +83,13 @@ class EngineServer:
         return self._process.pid if self._process else None
 
     def transports(self, info: EngineInfo) -> tuple[str, ...]:
-        """Ways to bring weights in; ours run on this machine, where all of them reach."""
+        """Return the transports into the engine; our engines run on this machine, where all of them work."""
         return info.transports
 
     def launch(self) -> None:
-        """Start the process without waiting for it. A restart gets the port it had, which clients know."""
+        """Start the process without waiting for it. A restart gets the same port, which clients know."""
         if self._process is not None:
-            kill_group(self._process)  # what an earlier life may have left
+            kill_group(self._process)  # files of an earlier process
         self._take_port()
         self._ready_file.unlink(missing_ok=True)  # of a start that failed
         command = self.plan.command(self.port, self._ready_file, self._life.read_fd)
@@ -101,12 +102,12 @@ class EngineServer:
                 env={**inherited, **self.plan.env, **token},
                 log=log,
                 pass_fds=[self._life.read_fd],
-                start_new_session=True,  # Ctrl-C goes to the driver alone, which stops the engine in order
+                start_new_session=True,  # only the driver gets Ctrl-C, and stops the engine in order
             )
         usage.follow(self.plan.name, self._process.pid, {**os.environ, **self.plan.env}, whole=True)
 
     def _take_port(self) -> None:
-        """From the first start on it is held, also between two lives, where a connection could get it."""
+        """Reserve the port from the first start on, also between two processes of the engine."""
         if self.port:
             try:
                 waits.until(
@@ -125,7 +126,7 @@ class EngineServer:
             self.port = self._held_port.getsockname()[1]
 
     def wait_ready(self) -> str:
-        """Wait until it serves; returns its address."""
+        """Wait until it serves; return its address."""
         try:
             waits.until(
                 self._is_ready,
@@ -143,12 +144,12 @@ class EngineServer:
         return self.url
 
     def wait_serving(self) -> Serving:
-        """Wait until it serves; returns all that others must know of it."""
+        """Wait until it serves; return all that clients need to know."""
         self.wait_ready()
         return Serving(self.plan.host, self.port, self.pid, self.bootstrap_port)
 
     def wait_end(self) -> str:
-        """Wait until the process is gone; returns how it ended. One that was never started is gone."""
+        """Wait until the process is gone; return how it ended, also if it was never started."""
         if self._process is not None:
             self._process.wait()
         return self.describe_end()
@@ -162,7 +163,7 @@ class EngineServer:
         return self._process is not None and self._process.poll() is None
 
     def signs(self) -> Signs | None:
-        """Signs of life of the process and its workers, which are in a group of their own."""
+        """Return signs of life of the process and its workers, which have their own process group."""
         return signs_of_group(self._process.pid) if self._process is not None else None
 
     def describe_end(self) -> str:
@@ -172,7 +173,7 @@ class EngineServer:
 
     def _last_words(self) -> str:
         lines = self.plan.log_path.read_text(errors="replace").splitlines()
-        # Some servers log every question.
+        # Some servers log every request.
         shown = [line[:_LOG_LINE_CHARACTERS] for line in lines if f"GET {ENGINE_PATH} " not in line]
         return "\n".join([f"last lines of {self.plan.log_path}:", *shown[-_LOG_TAIL_LINES:]])
 

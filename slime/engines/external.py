@@ -23,7 +23,7 @@ from slime.wire.protocol import EngineInfo
 _FLAG = "--rollout-external-engine-addrs"
 _ASK_DEADLINE_S = 20.0
 _LOOK_INTERVAL_S, _LOOK_TIMEOUT_S = 2.0, 2.0
-# What two folders of the same model agree on.
+# Config keys that are equal in two folders of the same model.
 _CONFIG_KEYS = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
@@ -54,7 +54,7 @@ def read_address(address: str, flag: str = _FLAG) -> str:
             raise ValueError("host or port is missing, or there is more than these")
     except ValueError as error:
         raise ValueError(
-            f"{flag}: {address!r} is no address of a server ({error}); write host:port, for example "
+            f"{flag}: {address!r} is not the address of a server ({error}); write host:port, for example "
             "10.0.0.5:30000."
         ) from None
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
@@ -91,18 +91,17 @@ def _ask(url: str) -> EngineInfo:
             raise ValueError("it names no model")
     except (http_utils.HttpError, waits.WaitTimeout, TimeoutError) as error:
         answers = isinstance(error, http_utils.HttpError) and error.status
-        what = f"{url} answers, but not as an engine" if answers else f"no engine answers at {url}"
+        what = f"{url} responds, but not as an engine" if answers else f"no engine responds at {url}"
         raise ValueError(f"{_FLAG}: {what} ({error}); start it, or correct the address.") from None
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{_FLAG}: {url} answers, but what it says is not an engine's server info ({error}); correct "
-            "the address."
+            f"{_FLAG}: {url} responds, but not with an engine's server info ({error}); correct the address."
         ) from None
     return info
 
 
 def _check_model(engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint: str | None) -> None:
-    """Compares the model as far as the engine says, or as far as its folder can be read from here."""
+    """Compare the model, as far as the engine reports it or its folder can be read from here."""
     info = engine.info
     said = {**info.raw, "vocab_size": info.vocab_size}
     theirs = {**read_config(info.model_path), **{k: v for k, v in said.items() if v is not None}}
@@ -127,7 +126,7 @@ class ExternalServer:
         self._answers, self._last_look = True, float("-inf")
 
     def transports(self, info: EngineInfo) -> tuple[str, ...]:
-        """Shared memory reaches no other machine."""
+        """Return the transports without shared memory, which cannot reach other machines."""
         local = http_utils.is_loopback(urlsplit(self.url).hostname or "")
         return tuple(name for name in info.transports if local or not name.endswith("shared_memory"))
 
@@ -135,7 +134,7 @@ class ExternalServer:
         """Do nothing: its owner starts it."""
 
     def wait_ready(self) -> str:
-        """Waits until the engine makes a token."""
+        """Wait until the engine generates a token."""
         control = EngineControl(self.url)
         try:
             waits.until(

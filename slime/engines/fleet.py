@@ -24,7 +24,7 @@ from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
-_HEARTBEATS = 4  # that an engine is asked for within the limit of its silence
+_HEARTBEATS = 4  # heartbeat requests to an engine within its silence limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class FleetServer(Protocol):
     def bootstrap_port(self) -> int | None: ...  # of an engine that prefills for others
 
     def transports(self, info: EngineInfo) -> tuple[str, ...]: ...
-    def launch(self) -> None: ...  # MachineLost: never again
+    def launch(self) -> None: ...  # MachineLost: it can never be restarted
     def wait_ready(self) -> str: ...
     def alive(self) -> bool: ...
     def signs(self) -> Signs | None: ...  # None: its processes cannot be seen
@@ -95,16 +95,16 @@ class EngineFleet:
         self._what, self._heartbeat_path = what, heartbeat_path
         self._rotation: Rotation | None = None
         self._expected_version: Callable[[], str | None] = lambda: None
-        self._bring_up_to_date: Callable[[str], None] = lambda url: None  # it has loaded all it needs
-        self._out: list[FleetServer] = []  # engines that are being started again, or wait for it
+        self._bring_up_to_date: Callable[[str], None] = lambda url: None  # all of its files are loaded
+        self._out: list[FleetServer] = []  # engines that restart, or wait to be restarted
         self._deaths: deque[float] = deque()
-        self._eviction: Exception | None = None  # why we last killed an engine ourselves
-        self._last_end = ""  # who died last, and how
+        self._eviction: Exception | None = None  # why the fleet last killed an engine
+        self._last_end = ""  # which engine died last, and how
         self._alone_since: float | None = None  # when the last engine was lost
         self._failed_probes: Counter[str] = Counter()  # by address
-        self._membership = threading.Lock()  # held by a push or a memory phase: nobody joins meanwhile
+        self._membership = threading.Lock()  # held by a push or a memory phase: no engine joins meanwhile
         self._stopping = threading.Event()
-        # Engines have given their memory away: none can make a token, and one that starts would find no room.
+        # Engines have released their memory: none can generate, and there is no room for a new one.
         self.asleep = False
         self._last_probe = time.monotonic() + policy.probe_first_wait_s
         self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -123,7 +123,7 @@ class EngineFleet:
         return tuple(server.pid for server in self.servers)
 
     def is_alive(self, url: str) -> bool:
-        """Return whether the engine serves now; one that is being restarted does not."""
+        """Return whether the engine serves now; False while it restarts."""
         return any(server.url == url and self._serves(server) for server in self.servers)
 
     def _serves(self, server: FleetServer) -> bool:
@@ -139,9 +139,9 @@ class EngineFleet:
     def keep_current(
         self, version: Callable[[], str | None], bring_up_to_date: Callable[[str], None]
     ) -> None:
-        """From now on probes also ask for the weights an engine holds; a `version` of None: any will do.
+        """Let probes also check the weights of an engine; `version` returns None: any weights are accepted.
 
-        `bring_up_to_date` is called with the address of one that was started again, before it counts as back.
+        `bring_up_to_date` is called with the address of a restarted engine, before it joins the rotation.
         """
         self._expected_version, self._bring_up_to_date = version, bring_up_to_date
 
@@ -163,7 +163,7 @@ class EngineFleet:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[list[str]]:
-        """Membership does not change inside; yields the addresses of the engines that are there."""
+        """Keep the membership constant within the block; yields the addresses of the current engines."""
         with self._membership:
             yield [server.url for server in self.servers if self._serves(server)]
             self._last_probe = time.monotonic() + self._policy.probe_first_wait_s
@@ -172,7 +172,7 @@ class EngineFleet:
         """Kill an engine that misbehaved; the watch restarts it."""
         for server in self.servers:
             if server.url == url:
-                logger.error("%s is evicted: %s", server.plan.name, cause)
+                logger.error("%s is removed from the fleet: %s", server.plan.name, cause)
                 self._eviction = cause
                 self._leave_rotation(server)
                 server.kill()
@@ -191,7 +191,7 @@ class EngineFleet:
     def _watch(self) -> None:
         while not self._stopping.wait(self._policy.poll_s):
             try:
-                # Without the lock: a push may hold that for long.
+                # Without the lock: a push may hold it for a long time.
                 for server in self._dead():
                     self._leave_rotation(server)
                 with self._membership:
@@ -206,7 +206,7 @@ class EngineFleet:
                 return
 
     def _dead(self) -> list[FleetServer]:
-        """Return the engines that died, and that nobody starts again yet."""
+        """Return the engines that died and are not being restarted yet."""
         watched = () if self._stopping.is_set() else self.servers
         return [server for server in watched if server not in self._out and not server.alive()]
 
@@ -215,7 +215,7 @@ class EngineFleet:
             self._rotation.remove(server.url)
 
     def _restart(self, server: FleetServer) -> None:
-        """Restart an engine; a thread waits for it, so that the others are watched meanwhile."""
+        """Restart an engine; a thread waits for it, so that the watch of the others continues."""
         now, end = time.monotonic(), server.describe_end()
         self._last_end = f"{server.plan.name} {end}"
         self._deaths.append(now)
@@ -250,22 +250,22 @@ class EngineFleet:
                     return
                 self._out.remove(server)
                 self.num_restarts += 1
-        except Exception as error:  # one more death, counted at the next look
+        except Exception as error:  # another death, counted at the next check
             if not self._stopping.is_set():
                 self.evict(server.url, error)
             self._out.remove(server)
             return
         if self._rotation is not None:
             self._rotation.add(server)
-        logger.warning("%s serves again at %s", server.plan.name, server.url)
+        logger.warning("%s is ready again at %s", server.plan.name, server.url)
 
     @property
     def _why_evicted(self) -> str:
-        """Reason why the fleet killed the engine itself, which is not in the engine's log."""
+        """Return why the fleet killed the engine itself, which is not in the engine's log."""
         return f"; the last that was evicted: {self._eviction}" if self._eviction is not None else ""
 
     def _give_up(self, error: Exception) -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # the first cause stays
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # the first cause is kept
             self.failure.set_exception(error)
 
     def _check_someone_is_left(self) -> None:
@@ -295,13 +295,13 @@ class EngineFleet:
         self._last_probe = time.monotonic()
 
     def _check_versions(self, urls: list[str]) -> None:
-        """No push is under way: an engine that holds another version lost its weights; evict it."""
+        """Evict an engine that lost its weights (another version, and no push is in progress)."""
         expected = self._expected_version()
         if expected is None:
             return
         held = run(
-            all_or_none([EngineControl(url, self._policy.probe_timeout_s).held_version() for url in urls])
+            all_or_none([EngineControl(url, self._policy.probe_timeout_s).loaded_version() for url in urls])
         )
         for url, version in zip(urls, held, strict=True):
             if version not in (None, expected):
-                self.evict(url, RuntimeError(f"it holds weights {version}, and the run is at {expected}"))
+                self.evict(url, RuntimeError(f"it has weights {version}, but the run is at {expected}"))

@@ -45,7 +45,7 @@ class EngineSite:
     """
 
     model_path: str
-    update_weights: bool  # it gets every push of the trainer's weights
+    update_weights: bool  # receives every push of the trainer's weights
     place: EnginePlace
     gpu_ids: tuple[int, ...]  # empty on a CPU machine
     host: str
@@ -55,14 +55,13 @@ class EngineSite:
 
 
 def gpu_pool(num_machines: int, per_machine: int, first: int = 0) -> list[Gpu]:
-    """Every GPU of so many machines alike, machine by machine, without the first ones."""
+    """Return every GPU of `n` equal machines, machine by machine, without the first ones."""
     return [divmod(gpu, per_machine) for gpu in range(first, num_machines * per_machine)]
 
 
 def place_engines(topology: Topology, pool: Sequence[Gpu] = ()) -> tuple[EnginePlace, ...]:
-    """Groups take GPUs of the pool in the order of the file; placeholders keep theirs free.
-
-    An empty `pool`: CPU machines, where engines name no device.
+    """Give GPUs of the pool to the groups in the order of the file; those of placeholders stay free. An empty
+    `pool`: CPU machines, where engines have no device.
     """
     places: list[EnginePlace] = []
     taken = 0
@@ -92,14 +91,14 @@ def _devices(name: str, gpus: Sequence[Gpu], pool: Sequence[Gpu]) -> tuple[int, 
     if other != machine:
         raise ValueError(
             f"{name} would get {len(gpus)} GPUs from GPU {first} of machine {machine} to GPU {last} of "
-            f"machine {other}, which lie on two machines: reorder the groups, or fill the gap with a "
+            f"machine {other}, which are on two machines: reorder the groups, or fill the gap with a "
             "placeholder group."
         )
     return machine, tuple(gpu for _, gpu in gpus)
 
 
 def override_words(overrides: dict[str, Any]) -> tuple[str, ...]:
-    """`{"mem_fraction_static": 0.8, "enable_metrics": True}` as words of a server's command line."""
+    """`{"mem_fraction_static": 0.8, "enable_metrics": True}` as arguments of a server's command line."""
     words: list[str] = []
     for name, value in overrides.items():
         given = yaml_words(value)
@@ -112,12 +111,12 @@ def override_words(overrides: dict[str, Any]) -> tuple[str, ...]:
 class RouterPlan:
     """The router in front of one model's engines; `words`: its flags that follow from the topology."""
 
-    kind: str  # "sglang", "builtin", or "none": one engine, asked directly
+    kind: str  # "sglang", "builtin", or "none": one engine, called directly
     words: tuple[str, ...] = ()
 
 
 def plan_router(model: ServedModel, kind: str) -> RouterPlan:
-    """`kind`: what the run asks for; one engine alone needs none, and disaggregation needs SGLang's."""
+    """Plan the router. `kind`: the run's choice; one engine needs none, disaggregation needs SGLang's."""
     if model.is_disaggregated:
         return RouterPlan("sglang", ("--pd-disaggregation",))
     return RouterPlan(kind if model.num_engines > 1 or kind == "sglang" else "none")
@@ -129,7 +128,7 @@ def render_plan(
     router: str,
     command_of: Callable[[EnginePlace], list[str]],
 ) -> str:
-    """The plan as people read it: a block per model, a line and a command per engine."""
+    """Return the plan as text: a block per model, a line and a command per engine."""
     lines = [f"{topology.num_gpus} GPUs, {len(places)} engines, {len(topology.models)} models"]
     for model in topology.models:
         plan = plan_router(model, router)

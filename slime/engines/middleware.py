@@ -36,7 +36,7 @@ class Middleware(Protocol):
 
 
 def chain(middlewares: Sequence[Middleware], forward: Forward) -> Forward:
-    """One function that goes through all of them, the first outermost, and then to an engine."""
+    """Return one function that calls all of them, the first outermost, and finally the engine."""
     for middleware in reversed(middlewares):
         forward = functools.partial(_call, middleware, forward)
     return forward
@@ -45,7 +45,7 @@ def chain(middlewares: Sequence[Middleware], forward: Forward) -> Forward:
 async def _call(middleware: Middleware, inner: Forward, request: RouterRequest) -> RouterAnswer:
     try:
         return await middleware.handle(request, inner)
-    except Exception as error:  # a user's code may raise anything; the request fails, the balancer lives
+    except Exception as error:  # a user's code may raise anything; only the request fails
         name = type(middleware).__name__
         logger.exception("--router-middleware-paths: %s failed on %s", name, request.path)
         # A 4xx: the same request would fail again, so clients must not repeat it.

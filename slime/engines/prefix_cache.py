@@ -30,17 +30,17 @@ _HALF_CHARACTER = "\ufffd"
 
 @dataclass(eq=False, slots=True)
 class PrefixPiece:
-    """The ids of one stretch of a conversation, after those of `before`. `log_probs` None: not generated."""
+    """The ids of one piece of a conversation, after those of `before`. `log_probs` None: not generated."""
 
     before: PrefixPiece | None
     ids: tuple[int, ...]
     log_probs: tuple[float, ...] | None
     versions: tuple[str, ...] | None  # one per id
-    kept: tuple[np.ndarray, ...] | None = None  # per id what it was drawn from; None: not reported
-    text: str | None = None  # of the conversation up to here, while it is known
+    kept: tuple[np.ndarray, ...] | None = None  # per id the ids it was drawn from; None: not reported
+    text: str | None = None  # the conversation's text up to here, while it is cached
 
     def line(self) -> list[PrefixPiece]:
-        """The pieces from the beginning of the conversation to here."""
+        """Return the pieces from the beginning of the conversation to here."""
         pieces: list[PrefixPiece] = []
         piece: PrefixPiece | None = self
         while piece is not None:
@@ -54,18 +54,18 @@ class KnownTexts:
 
     def __init__(self, max_tokens: int = MAX_TOKENS):
         self._max_tokens = max_tokens
-        self._pieces: OrderedDict[str, PrefixPiece] = OrderedDict()  # the longest unused first
+        self._pieces: OrderedDict[str, PrefixPiece] = OrderedDict()  # least recently used first
         self.num_tokens = 0
 
     def longest_prefix(self, text: str) -> tuple[int, PrefixPiece | None]:
-        """(characters that are known, their last piece)."""
+        """Return (number of known characters, their last piece)."""
         known = max((one for one in self._pieces if text.startswith(one)), key=len, default="")
         piece = self._pieces.get(known)
         self._touch(piece)
         return len(known), piece
 
     def insert(self, text: str, piece: PrefixPiece) -> None:
-        """`piece` ends the conversation `text`. A text that is known keeps the ids it was first known by."""
+        """Add `piece`, the end of the conversation `text`. A known text keeps its first ids."""
         if not text or not piece.ids:
             return
         if text not in self._pieces:
@@ -121,7 +121,7 @@ class PrefixCacheMiddleware:
         return payload["text"] if isinstance(payload.get("text"), str) else None
 
     async def _prompt(self, text: str) -> tuple[int, PrefixPiece]:
-        """(how many ids were known, the last piece)."""
+        """Return (number of known ids, the last piece)."""
         length, piece = self._known.longest_prefix(text)
         known = sum(len(p.ids) for p in piece.line()) if piece is not None else 0
         if length < len(text) or piece is None:
@@ -132,18 +132,18 @@ class PrefixCacheMiddleware:
 
     def _remember(self, text: str, prompt: PrefixPiece, answer: dict[str, Any]) -> None:
         made = Generation.from_json(answer)
-        assert made.log_probs is not None, "log-probs were asked for"
+        assert made.log_probs is not None, "log-probs were requested"
         if prompt.text is None:
             self._known.insert(text, prompt)
         versions = tuple(span.version for span in made.spans for _ in range(span.start, span.end))
         kept = _kept_by_token(answer["meta_info"])
         self._keep(text, PrefixPiece(prompt, made.ids, made.log_probs, versions, kept))
-        if made.finish == "stop":  # a client may write the conversation on without the token that stopped it
+        if made.finish == "stop":  # a client may continue the conversation without the stop token
             shorter = None if kept is None else kept[:-1]
             self._keep(text, PrefixPiece(prompt, made.ids[:-1], made.log_probs[:-1], versions[:-1], shorter))
 
     def _keep(self, text: str, piece: PrefixPiece) -> None:
-        # With special tokens: a chat template writes them too when the conversation comes back.
+        # With special tokens: a chat template writes them, too, in the next request.
         said = self._tokenizer.decode(list(piece.ids), skip_special_tokens=False)
         if said and not said.endswith(_HALF_CHARACTER):
             self._known.insert(text + said, piece)
@@ -175,7 +175,7 @@ def _kept_by_token(meta: Mapping[str, Any]) -> tuple[np.ndarray, ...] | None:
 
 
 def _nucleus_fields(line: list[PrefixPiece], first: int) -> dict[str, list[int]]:
-    """The fields of a sample for the tokens from `first` on; empty if no engine reported them."""
+    """Return the sample fields for the tokens from `first` on; empty if no engine reported them."""
     if all(piece.kept is None for piece in line):
         return {}
     kept = [ids for piece in line for ids in piece.kept or (np.zeros(0, np.int32),) * len(piece.ids)]

@@ -50,7 +50,7 @@ _FACTS = frozenset(PluginArgs.__annotations__) | {"num_rollout"}
 def check_reward(args: Args) -> Iterator[Finding]:
     """Check that the reward returns a score, and that the right answer gets a better one than another."""
     own = _own_generation(args)
-    sample = next(first_samples(args, 1), None) if _scores_answers(args) else None
+    sample = next(first_samples(args, 1), None) if _scores_responses(args) else None
     if sample is None:
         return
     if not (args.custom_rm_path or args.rm_type or sample.metadata.get("rm_type")):
@@ -64,7 +64,7 @@ def check_reward(args: Args) -> Iterator[Finding]:
         yield from (replace(one, kind="warning") for one in found if one.kind == "error") if own else found
 
 
-def _scores_answers(args: Args) -> bool:
+def _scores_responses(args: Args) -> bool:
     """Return whether slime's own rollouts compute rewards for the rows of --prompt-data."""
     generates = args.rollout_function_path in (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
     if args.env is not None and not (args.custom_rm_path or args.rm_type):
@@ -125,7 +125,7 @@ def _try(trial: _Trial, sample: Sample) -> Iterator[Finding]:
     """
     args, row = trial.args, _row(trial.args, sample)
     has_label = sample.label not in (None, "", [])
-    answers = [MADE_UP, right_answer(args, sample) if has_label else "42"]
+    answers = [MADE_UP, correct_response(args, sample) if has_label else "42"]
     if args.custom_rm_path and waits_for_group(args):
         answers = (answers + [MADE_UP] * args.n_samples_per_prompt)[: args.n_samples_per_prompt]
         tried = [_answered(args, sample, answer) for answer in answers]
@@ -170,7 +170,7 @@ def _is_certain(error: BaseException | None) -> bool:
     return isinstance(error, _CERTAIN)
 
 
-def right_answer(args: PluginArgs, sample: Sample) -> str:
+def correct_response(args: PluginArgs, sample: Sample) -> str:
     """Return the label as a response in which a built-in reward finds it; unchanged for a custom one."""
     label = str(sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label)
     row = _row(args, sample)

@@ -47,7 +47,7 @@ class PieceBook:
 def write_advantages(
     connection: sqlite3.Connection, rollout_id: int, advantages: Iterable[Advantage]
 ) -> None:
-    """Write the advantages of samples that are in the record; others are left out."""
+    """Write the advantages of samples in the record; those of other samples are skipped."""
     known = {a.sample_index: a for a in advantages}
     rows = connection.execute(
         "SELECT s.sample_index, s.id FROM rollouts r JOIN groups g ON g.rollout = r.id "

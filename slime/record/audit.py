@@ -18,7 +18,7 @@ from slime.record.schema import RecordError, unusable
 from slime.utils.types import version_number
 
 _MOST = 1_000_000_000
-_MANY = 10_000  # missing groups or steps that are looked for
+_MANY = 10_000  # limit of missing groups or steps in one report
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Audit:
     recalled: int = 0  # samples that were taken from the ledger instead of generated again
     unrecorded: list[int] = field(default_factory=list)  # steps whose samples could not be written
     unnumbered: list[int] = field(default_factory=list)  # steps whose samples belong to no group
-    digest: str = ""  # of everything that was trained, dropped and evaluated
+    digest: str = ""  # counts of all that was trained, dropped and evaluated
     violations: list[str] = field(default_factory=list)
 
 
@@ -49,7 +49,7 @@ def audit(path: Path, *, finished: bool, run_id: str | None = None, saved: Itera
         return _audit(path, finished, run_id, saved)
     except RecordError:
         raise
-    except (ValueError, TypeError) as error:  # a row that nobody wrote so
+    except (ValueError, TypeError) as error:  # a row that slime did not write like this
         raise unusable(path, "read", error) from error
 
 
@@ -57,13 +57,15 @@ def _audit(path: Path, finished: bool, run_id: str | None, saved: Iterable[int])
     with LedgerReader(path) as reader:
         owner = reader.meta("run")
         if run_id is not None and owner != run_id:
-            raise RecordError(f"{path} is the record of run {owner}, and its folder is that of run {run_id}.")
+            raise RecordError(f"{path} is the record of run {owner}, but its folder belongs to run {run_id}.")
         reader.check_structure()
         rows, missed = reader.events(), reader.meta("missed_events")
         noted = set(json.loads(reader.meta("missed_steps") or "[]"))
     found = Audit(num_events=len(rows), num_starts=len({row.start for row in rows}))
     if missed:
-        found.violations.append(f"{missed} events could not be written (a full disk?): nothing can be proven")
+        found.violations.append(
+            f"{missed} events could not be written (a full disk?): the audit can prove nothing"
+        )
     trained = {row.rollout for row in rows if row.event == "consumed"}
     last_load = max((row.rollout for row in rows if row.event == "resumed"), default=-1)
     unknown = sorted(step for step in saved if step not in trained and step > last_load)
@@ -74,7 +76,7 @@ def _audit(path: Path, finished: bool, run_id: str | None, saved: Iterable[int])
         )
     if not rows:  # a start that was killed before its first event has nothing to lose
         if finished:
-            found.violations.append("the ledger is empty, though the run came to its end")
+            found.violations.append("the ledger is empty, although the run has finished")
         return found
     found.recalled = sum(row.event == "recalled" for row in rows)
     kept = _walk_groups(_history_of_groups(rows, found), found, finished)
@@ -148,7 +150,9 @@ def _walk_groups(history: list[LedgerRow], found: Audit, finished: bool) -> dict
         found.violations.append(f"groups {gaps[:5]} were never handed out, though later ones were")
     in_flight = sorted(group for group, where in state.items() if where == "in flight")
     if finished and in_flight:
-        found.violations.append(f"groups {in_flight[:5]} are lost: the run ended and nobody decided them")
+        found.violations.append(
+            f"groups {in_flight[:5]} are lost: the run ended before they were kept, dropped or returned"
+        )
     found.groups = Counter(state.values())
     return kept
 
@@ -219,7 +223,7 @@ def _compare_with_samples(
         answers = record.answers(select)
         if step not in kept:
             if answers and all(answer.group_index is None for answer in answers):
-                found.unnumbered.append(step)  # of a user's source, which numbers no groups
+                found.unnumbered.append(step)  # from a user's data source, which does not number groups
                 continue
             found.violations.append(f"step {step} was trained, and no group was kept for it")
         if step in pruned or step in absent:

@@ -21,7 +21,7 @@ from slime.record.tables import SCHEMA_NUMBER, create_tables
 from slime.utils import codec
 
 _ADDED_COLUMNS = (("groups", "spread REAL"), ("rollouts", "checksum INTEGER"), ("samples", "numbers BLOB"))
-_DAMAGE = (ValueError, TypeError, LookupError, struct.error)  # raised by bytes that nobody wrote so
+_DAMAGE = (ValueError, TypeError, LookupError, struct.error)  # raised by damaged bytes
 _DROPPED = ("numbers", "numbers_of_answers", "group_advantages", "ledger_samples", "old_finished")
 
 
@@ -42,7 +42,7 @@ def convert(connection: sqlite3.Connection) -> None:
         _convert_rollouts(connection)
         for table in _DROPPED:
             connection.execute(f"DROP TABLE IF EXISTS {table}")
-        connection.execute("UPDATE rollouts SET checksum = NULL")  # it was of the former bytes
+        connection.execute("UPDATE rollouts SET checksum = NULL")  # it belonged to the former bytes
         connection.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (str(SCHEMA_NUMBER),))
 
 
@@ -89,7 +89,7 @@ def _convert_numbers(connection: sqlite3.Connection) -> None:
 
 
 def _unpack_ids(data: bytes) -> list[int]:
-    """Read ids with as many bytes each as the first byte says."""
+    """Read ids of equal size; the first byte is their number of bytes."""
     width = data[0] if data else 4
     rows = np.frombuffer(data, np.uint8, offset=min(1, len(data))).reshape(-1, width)
     full = np.zeros((len(rows), 4), np.uint8)

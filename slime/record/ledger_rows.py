@@ -78,11 +78,11 @@ class Finished(NamedTuple):
     time: float
     rollout: int
     group_index: int | None
-    settings: str  # digest of the settings it was made with
+    settings: str  # digest of the settings with which it was generated
     key: Key
     status: str
     reward: Any  # None: not scored
-    payload: bytes | None  # None: it cannot be stored, or need not be
+    payload: bytes | None  # None: it cannot be stored, or must not be
 
     @property
     def event(self) -> Event:
@@ -238,7 +238,7 @@ def encode_or_skip(value: object, name: str) -> bytes | None:
     try:
         return codec.encode(value)
     except codec.ForeignValue as error:
-        logger.info("%s contains %s, so it is not stored; after a crash it is made again", name, error)
+        logger.info("%s contains %s, so it is not stored; after a crash it is generated again", name, error)
         return None
 
 

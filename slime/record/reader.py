@@ -16,7 +16,7 @@ _COLUMNS = (
     "r.kind, r.rollout_id, g.dataset, g.group_index, g.prompt, g.label, g.outcome, g.reason, "
     "s.sample_index, s.status, s.reward, s.reward_parts, s.failure, s.response, s.num_tokens, s.id"
 )
-_MOST = (1 << 63) - 1  # what SQLite can hold
+_MOST = (1 << 63) - 1  # integers that SQLite can store
 Kind = Literal["train", "eval"]  # of a rollout
 _JOINED = "samples s JOIN groups g ON g.id = s.group_row JOIN rollouts r ON r.id = g.rollout"
 

@@ -66,7 +66,7 @@ def reward_number(sample: Sample, key: str | None) -> float | None:
     value = value.get(key) if isinstance(value, dict) and key else value
     try:
         return float(value) if isinstance(value, (int, float, np.generic)) else None
-    except (ValueError, TypeError, OverflowError):  # numpy text, an integer beyond all floats
+    except (ValueError, TypeError, OverflowError):  # numpy text, or an integer too large for a float
         return None
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 RECORD_FILE = "record.db"
 _OLDER = ("1", "2", "3", "4", "5")  # slime.record.convert_old
 _BUSY_S = 30.0  # how long a statement waits for another process's lock
-# What reading a file raises. The last one: its tables have names that are no valid text any more.
+# Errors of reading a file. The last one: names of its tables are not valid text.
 READ_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 
@@ -41,7 +41,7 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
     try:
         create_restricted(path)
         for kept in (path.with_name(f"{path.name}-{kind}") for kind in ("wal", "shm")):
-            if kept.exists():  # of an earlier start; SQLite gives new ones the mode of the record
+            if kept.exists():  # files of an earlier start; SQLite creates new ones with the record's mode
                 create_restricted(kept)
     except OSError as error:
         raise RecordError(f"{path} cannot be opened: {error}.") from error
@@ -60,7 +60,7 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
             convert_old.convert(connection)
         create_tables(connection)  # those of this version that the file lacks
         if _check_owner(connection, path, run_id) != run_id:
-            with connection:  # a run that ended before its first rollout leaves nothing to keep
+            with connection:  # a run that ended before its first rollout has no data to keep
                 for table in ("ledger", "ledger_finished", "ledger_rollouts", "spans", "actions"):
                     connection.execute(f"DELETE FROM {table}")
                 connection.execute("DELETE FROM meta WHERE key LIKE 'missed%'")
@@ -80,7 +80,7 @@ def _closed_on_error(connection: sqlite3.Connection, path: Path, what: str) -> I
 
 
 def _know_numpy() -> None:
-    """Teach SQLite that numpy's numbers, which users' data sources may count by, are numbers."""
+    """Let SQLite store numpy's numbers, with which users' data sources may count."""
     for kind in np.sctypeDict.values():
         if issubclass(kind, (np.integer, np.bool_)):
             sqlite3.register_adapter(kind, int)
@@ -128,7 +128,7 @@ def _check_owner(connection: sqlite3.Connection, path: Path, run_id: str) -> str
     (owner,) = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone() or ("unknown",)
     if owner != run_id and connection.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone():
         raise RecordError(
-            f"{path} is the record of run {owner}, this is {f'run {run_id}' if run_id else 'a new run'}; use "
+            f"{path} is the record of run {owner}, not of {run_id or 'a new run'}; use "
             "another folder, or move the file away."
         )
     return str(owner)
@@ -136,7 +136,7 @@ def _check_owner(connection: sqlite3.Connection, path: Path, run_id: str) -> str
 
 def _refuse_no_file(path: Path) -> None:
     if path.exists() and not path.is_file():
-        raise RecordError(f"{path} is no file, but the run writes its record there: move it away.")
+        raise RecordError(f"{path} is not a file, but the run writes its record there: move it away.")
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
@@ -183,7 +183,7 @@ class Reader:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Report a damaged file that is found only now."""
+        """Report a damaged file that is detected only while it is read."""
         try:
             yield
         except (*READ_ERRORS, ValueError, TypeError, AttributeError) as error:
@@ -212,7 +212,7 @@ def unusable(path: Path, what: str, error: Exception) -> RecordError:
 
 
 def open_for_asking(path: Path) -> sqlite3.Connection:
-    """Open the record to ask something of a run: for one short transaction, while its writer is active."""
+    """Open the record to write a request to a run: for one short transaction, while its writer is active."""
     if not path.is_file():
         raise RecordError(f"{path} does not exist: the run has no record to write to.")
     connection = _connect(f"{path.resolve().as_uri()}?mode=rw", path)

@@ -14,7 +14,7 @@ def json_text(value: object) -> str:
     """
     try:
         return json.dumps(value, ensure_ascii=False, default=_number_or_text)
-    except Exception:  # keys that are no text, values that contain themselves, a user's failing `__str__`
+    except Exception:  # keys that are not text, cyclic values, a user's failing `__str__`
         shown = {_text(k): _text(v) for k, v in value.items()} if isinstance(value, dict) else _text(value)
         return json.dumps(shown, ensure_ascii=False)
 
@@ -34,7 +34,7 @@ def prompt_text(prompt: object) -> str:
 
 
 def prompt_hash(text: str) -> int:
-    """Return a number by which the same prompt is found again, also in another record."""
+    """Return a number that identifies the same prompt, also in another record."""
     digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

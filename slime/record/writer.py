@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 GATHER_S = 0.1
 _MAX_WAITING = 4  # rollouts
 _LOCKED_S = 600.0  # how long another process may lock the file before the queued entries are dropped
-_KEEP_SHARE = 0.9  # of the limit, after rows were removed
+_KEEP_SHARE = 0.9  # share of the limit, after rows were removed
 _FREE_BYTES = 4 << 20  # unused space in the file before some is returned to the file system:
 _PAGES_BACK = 20_000
 
@@ -49,9 +49,9 @@ class _Work:
     write: Callable[[sqlite3.Connection], object]
 
 
-# A threading.Event is set when everything before it is written.
+# A threading.Event is set once all earlier entries are written.
 _Item = _Rollout | _Work | AnyNote | threading.Event
-_Part = _Rollout | _Work | list[AnyNote]  # is written, or fails, as a whole
+_Part = _Rollout | _Work | list[AnyNote]  # written as a whole, or not at all
 
 
 class RecordWriter:
@@ -75,12 +75,12 @@ class RecordWriter:
         self._start = start
         self._committed: int | None = -1 if keeps_uncommitted else None
         self._connection = create_or_open(path, run_id)
-        self._is_durable = False  # `create_or_open` leaves it so
+        self._is_durable = False  # set by `create_or_open`
         self._inode, self._is_gone = path.stat().st_ino, False
         self._waiting: deque[_Item] = deque()
         self._rollouts_waiting = 0
         self._news = threading.Condition()
-        self._is_idle = False  # the thread waits for something to do, and nobody has woken it
+        self._is_idle = False  # the thread waits for entries, and was not woken
         # What could not be written, over all starts of the run.
         known = dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
         self._missed = {key: int(known.get(key, 0)) for key in ("missed_rollouts", "missed_events")}
@@ -145,7 +145,7 @@ class RecordWriter:
                 self._closed = True
                 self._news.notify_all()
             self._thread.join()
-            with contextlib.suppress(sqlite3.Error):  # SQLite does it by itself only if nobody reads just now
+            with contextlib.suppress(sqlite3.Error):  # SQLite does it by itself only if there is no reader
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._connection.close()
 
@@ -171,7 +171,7 @@ class RecordWriter:
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()
-            items, notes, parts = [], [], []  # samples that nobody else has are freed now
+            items, notes, parts = [], [], []  # samples without other references are freed now
 
     def _next_items(self) -> list[_Item]:
         """Return everything that waits; an empty list: the writer is closed."""
@@ -200,12 +200,12 @@ class RecordWriter:
                         part.write(self._connection)
                     else:
                         self._write_notes(part)
-        except Exception as error:  # a sample may hold anything: this thread must survive
+        except Exception as error:  # a sample may contain anything: this thread must survive
             self._connection.rollback()
             if self._waits_for_lock(error):
                 self._write_parts(parts)
                 return
-            # A part, or one event, that cannot be written takes no other with it; else the disk is at fault.
+            # A part or event that cannot be written affects no other; otherwise the disk is the cause.
             smaller, first = parts if len(parts) > 1 else [], parts[0]
             if not smaller and isinstance(first, list) and not isinstance(error, sqlite3.OperationalError):
                 smaller = [[note] for note in first] if len(first) > 1 else []
@@ -251,8 +251,10 @@ class RecordWriter:
         else:
             self._missed["missed_events"] += len(part)
             what = f"{len(part)} events of rollout {part[-1].rollout}: not recorded, so that after a crash "
-            what += f"more is made again than needed, and `{as_typed('ledger', 'audit')}` can prove nothing"
-        with contextlib.suppress(sqlite3.Error), self._connection:  # so few bytes may still fit
+            what += (
+                f"more is generated again than needed, and `{as_typed('ledger', 'audit')}` can prove nothing"
+            )
+        with contextlib.suppress(sqlite3.Error), self._connection:  # these few bytes may still fit
             self._write_missed()
         if is_first:
             logger.warning("%s cannot be written (%s): %s; the run continues.", self._path, error, what)
@@ -306,7 +308,7 @@ class RecordWriter:
                 break
         if (
             self._pragma("freelist_count") * self._pragma("page_size") > _FREE_BYTES
-        ):  # what is left is soon used again
+        ):  # the free space is soon used again
             self._connection.execute(f"PRAGMA incremental_vacuum({_PAGES_BACK})").fetchall()
 
     def _prune_oldest(self) -> bool:

@@ -288,7 +288,7 @@ def start_group(
     args: PluginArgs, group: Group, sampling_params: dict[str, Any]
 ) -> Coroutine[Any, Any, Group]:
     """Return the work on one training group: its samples, and a greedy response if the estimator needs it."""
-    if not ESTIMATORS[args.advantage_estimator].needs_greedy_answer:
+    if not ESTIMATORS[args.advantage_estimator].needs_greedy_response:
         return generate_and_rm_group(args, group, sampling_params)
     return with_greedy_baseline(args, group, sampling_params, generate_and_rm_group)
 

@@ -153,14 +153,14 @@ class Runtime(Protocol):
     def claim(self, placement: Placement) -> Placement:
         """Reserve machines and devices for a plan until `close`; return the plan with their real names."""
 
-    def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
+    def relocate(self, slots: Sequence[Slot]) -> list[Slot | None]:
         """Return claimed places, on other machines where theirs are gone; None: there is none."""
 
     @property
     def other_hosts(self) -> tuple[str, ...]:
         """Name and address of the hosts of the run other than the driver's, once devices are claimed."""
 
-    def ask_others(
+    def ask_other_hosts(
         self, question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> dict[str, R | Exception]:
         """Call a function on each of `other_hosts`; return the results by host, or why there is none."""

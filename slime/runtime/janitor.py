@@ -14,7 +14,7 @@ from pathlib import Path
 _GRACE_S = 2.0  # workers that are ending may still make a segment
 
 
-def remove_when_gone(fd: int, pattern: str) -> None:
+def remove_when_driver_ended(fd: int, pattern: str) -> None:
     """Wait for the end of the pipe, then remove the files: at once, and again for what came late."""
     while os.read(fd, 1):
         pass
@@ -47,4 +47,4 @@ class Janitor:
 
 
 if __name__ == "__main__":
-    remove_when_gone(int(sys.argv[1]), sys.argv[2])
+    remove_when_driver_ended(int(sys.argv[1]), sys.argv[2])

@@ -196,7 +196,7 @@ class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
         """Return the plan: all visible devices are ours."""
         return placement
 
-    def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
+    def relocate(self, slots: Sequence[Slot]) -> list[Slot | None]:
         """Return the slots: the only machine is the driver's."""
         return list(slots)
 
@@ -204,7 +204,7 @@ class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
     def other_hosts(self) -> tuple[str, ...]:
         return ()
 
-    def ask_others(
+    def ask_other_hosts(
         self, question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> dict[str, R | Exception]:
         return {}

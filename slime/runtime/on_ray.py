@@ -299,7 +299,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         hosts = [LOOPBACK if alone else addresses[node] for node in self._nodes]
         return [Machine(host, *rest) for host, rest in zip(hosts, found, strict=True)]
 
-    def find_again(self, slots: Sequence[Slot]) -> list[Slot | None]:
+    def relocate(self, slots: Sequence[Slot]) -> list[Slot | None]:
         """Replace each machine that does not answer by one that does and is not in use."""
         used = sorted({slot.machine for slot in slots})
         found = self._probe_machines(used) if self._group is not None else self._spare_nodes(used)
@@ -360,7 +360,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         ours = set(self._nodes) - {self._driver_node}
         return [node for node in _alive_nodes() if node["NodeID"] in ours]
 
-    def ask_others(
+    def ask_other_hosts(
         self, question: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> dict[str, R | Exception]:
         asked = {

@@ -32,7 +32,7 @@ def set_apart(
     If no sample learns, all get a backward pass: the optimizer's moments need a gradient of 0, not none.
     """
     everything = micro_batches, [True] * len(micro_batches)
-    if not _can_tell(args, layout):
+    if not _can_skip_backward(args, layout):
         return everything
     learns = _learning(batch)
     if len({learns[p] for members in micro_batches for p in members}) < 2:
@@ -51,7 +51,7 @@ def set_apart(
     return made, counts
 
 
-def _can_tell(args: Flags, layout: Layout) -> bool:
+def _can_skip_backward(args: Flags, layout: Layout) -> bool:
     """Return whether zero advantages imply zero loss, and no other rank waits for a backward pass."""
     alone = layout.dp_size == layout.cp_size == layout.tp_size == layout.pp_size == 1
     plain = args.loss_type == "policy_loss" and not (args.entropy_coef or args.use_kl_loss or args.use_opd)

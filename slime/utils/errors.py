@@ -13,7 +13,7 @@ class EndedBySignal(KeyboardInterrupt):
         self.number = number
 
 
-class FolderTaken(ValueError):
+class FolderInUse(ValueError):
     """A folder that a run was given belongs to another run: nothing is written there, not even this error."""
 
 
@@ -25,7 +25,7 @@ class EpisodeEnded(RuntimeError):
     """An episode has used up its context or its budget: its function catches this and scores the rest."""
 
 
-class EngineAnswerError(ValueError):
+class EngineResponseError(ValueError):
     """An engine sent a malformed response: the request is retried, whoever sent it."""
 
 

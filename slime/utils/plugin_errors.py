@@ -19,14 +19,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from slime.utils.errors import EngineAnswerError, RunStopped
+from slime.utils.errors import EngineResponseError, RunStopped
 from slime.utils.misc import load_function
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-_OUTSIDE_WORLD = (OSError, TimeoutError, EOFError, MemoryError, EngineAnswerError)
+_OUTSIDE_WORLD = (OSError, TimeoutError, EOFError, MemoryError, EngineResponseError)
 _NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # as fixed as the path in the code
 _MISTAKES: tuple[type[BaseException], ...] = (
     TypeError,

@@ -15,7 +15,7 @@ class RewardFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerTooLarge(RewardFailure):
+class ComparisonTooLarge(RewardFailure):
     """A built-in check gave up: the response needed more time, memory or digits than any response gets."""
 
 
@@ -27,5 +27,5 @@ def infra_error(reason: str) -> RewardFailure:
     return RewardFailure("infra_error", reason)
 
 
-def too_large(reason: str) -> AnswerTooLarge:
-    return AnswerTooLarge("invalid", reason)
+def too_large(reason: str) -> ComparisonTooLarge:
+    return ComparisonTooLarge("invalid", reason)

@@ -134,7 +134,7 @@ class CopyRequest:
         self._refused.unlink(missing_ok=True)  # left by an earlier attempt; this one may succeed
         self._wanted.touch()
 
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         return self._wanted.exists()
 
     def refuse(self, error: Exception) -> None:

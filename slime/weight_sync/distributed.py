@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils.async_utils import get_loop
-from slime.utils.machine.process_groups import group_beside_the_default, open_store, reaching
+from slime.utils.machine.process_groups import additional_group, open_store, reaching
 from slime.weight_sync.base import LiveReport, NamedTensors, SenderOptions, Target
 from slime.wire.control import EngineControl
 from slime.wire.manifest import DTYPE_NAMES
@@ -82,7 +82,7 @@ class DistributedSender:
             calls.append(control.join_group(*place))
             offset += target.num_ranks
         with self._together(calls), reaching(self._options.host):
-            self._group = group_beside_the_default(store, 0, world_size, backend, self._group_name, timeout)
+            self._group = additional_group(store, 0, world_size, backend, self._group_name, timeout)
         logger.info("%s: this rank sends weights to %d ranks of engines", self._group_name, world_size - 1)
 
     def _give_up(self, error: Exception) -> None:

@@ -55,16 +55,16 @@ class LateCopySender(DiskSender):
             torch.cuda.current_stream().synchronize()
         entries, self._entries = self._entries, []
         self._superseded = threading.Event()
-        self._writing = self._pool.submit(self._write_when_asked, entries, version, self._superseded)
+        self._writing = self._pool.submit(self._write_on_request, entries, version, self._superseded)
         sizes = [entry.nbytes for bucket in entries for entry in bucket]
         return WeightBundle(version, self.transport, len(sizes), sum(sizes), None, self._target(version))
 
-    def _write_when_asked(
+    def _write_on_request(
         self, entries: list[tuple[TensorEntry, ...]], version: str, superseded: threading.Event
     ) -> None:
         request = CopyRequest(self._target(version))
-        while request.is_asked() or not superseded.wait(_LOOK_S):
-            if not request.is_asked():
+        while request.is_requested() or not superseded.wait(_LOOK_S):
+            if not request.is_requested():
                 continue
             try:
                 self._index, self._nbytes = {}, 0  # left by a failed attempt

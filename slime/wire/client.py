@@ -6,7 +6,7 @@ from typing import Any
 
 from slime.liveness import waits
 from slime.utils import http_utils
-from slime.utils.errors import EngineAnswerError
+from slime.utils.errors import EngineResponseError
 from slime.wire.grouped import GroupedRequests
 from slime.wire.protocol import GenerateRequest, Generation
 
@@ -56,7 +56,7 @@ class EngineClient:
         try:
             return Generation.from_json(answer)
         except ValueError as error:
-            raise EngineAnswerError(str(error)) from error
+            raise EngineResponseError(str(error)) from error
 
     def _headers(self, request: GenerateRequest, headers: Mapping[str, str] | None) -> dict[str, str]:
         session = {SESSION_HEADER: request.session} if request.session is not None else {}

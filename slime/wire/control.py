@@ -65,7 +65,7 @@ class EngineControl:
     async def version(self) -> str:
         return str((await self._get_either("model_info"))["weight_version"])
 
-    async def held_version(self) -> str | None:
+    async def loaded_version(self) -> str | None:
         """Return the weight version that the engine holds; None if it does not respond in time."""
         try:
             return await self.version()

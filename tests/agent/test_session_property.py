@@ -180,9 +180,9 @@ def test_new_messages_behind_an_answer_make_the_prompt_that_the_whole_conversati
         whole = session.ask([{"role": "user", "content": "one"}, first.message, *new])
         alone = session.ask(new, after=first)
         assert list(whole.prompt_ids) == list(alone.prompt_ids) and whole.parent is alone.parent
-        with pytest.raises(ValueError, match="with other tools"):
+        with pytest.raises(ValueError, match="needs the tools of that response"):
             session.ask(new, TOOLS, after=first)
-        with pytest.raises(ValueError, match="no response of this session"):
+        with pytest.raises(ValueError, match="not a response of this session"):
             Session(policy, Renderer(tokenizer)).ask(new, after=first)
 
     asyncio.run(inner())

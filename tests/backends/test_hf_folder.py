@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.backends.shared.hf_folder import _copy_beside_weights, _replace
+from slime.backends.shared.hf_folder import _copy_other_files, _replace
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_model_that_brings_its_own_code_keeps_it(tmp_path, new):
     source = write(tmp_path / "source", "configuration_mimo.py", "class MiMoConfig: ...")
     (source / "tokenizer_config.json").write_text("{}")
     (source / "weights.bin").write_text("not these")
-    _copy_beside_weights(str(source), new)
+    _copy_other_files(str(source), new)
     assert {p.name for p in new.iterdir()} == {
         "config.json",
         "configuration_mimo.py",

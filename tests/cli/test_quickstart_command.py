@@ -14,7 +14,7 @@ from slime.cli.quickstart import command
 from slime.cli.quickstart.command import opened, set_aside
 from slime.cli.quickstart.display import Screen
 from slime.cli.quickstart.two_runs import RECIPES
-from slime.utils.errors import FolderTaken
+from slime.utils.errors import FolderInUse
 
 
 class Reached(BaseException):
@@ -144,7 +144,7 @@ def test_a_second_quick_start_in_the_same_folder_leaves_the_first_alone(tmp_path
     with opened(tmp_path) as earlier:
         assert earlier is None
         before = write_finished(tmp_path)
-        with pytest.raises(FolderTaken, match="is in use by process"), opened(tmp_path):
+        with pytest.raises(FolderInUse, match="is in use by process"), opened(tmp_path):
             pytest.fail("moved what is being written")
         assert {name: text for name, text in snapshot(tmp_path).items() if name in before} == before
 

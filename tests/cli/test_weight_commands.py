@@ -31,5 +31,5 @@ def test_a_port_that_is_taken_is_named(tmp_path, capsys):
 def test_an_agent_needs_the_address_of_an_engine(tmp_path, capsys):
     words = ("--source", str(tmp_path), "--local-checkpoint-dir", str(tmp_path / "l"), "--port", "0")
     assert end("weight-agent", "--engine", "somewhere", *words) == 2
-    assert "--engine: 'somewhere' is no address of a server" in capsys.readouterr().err
+    assert "--engine: 'somewhere' is not the address of a server" in capsys.readouterr().err
     assert end("weight-agent", *words) == 2

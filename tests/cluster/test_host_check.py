@@ -21,7 +21,7 @@ class AnotherHost:
     def __init__(self, root: Path, seen: Path):
         self._root, self._seen = root, seen
 
-    def ask_others(self, question, needed):
+    def ask_other_hosts(self, question, needed):
         from dataclasses import replace
 
         there = [replace(one, path=one.path.replace(str(self._root), str(self._seen))) for one in needed]
@@ -97,7 +97,7 @@ def test_the_local_runtime_writes_no_token(world, monkeypatch):
 
 def test_a_host_that_does_not_answer_is_named(world):
     class Silent(AnotherHost):
-        def ask_others(self, question, needed):
+        def ask_other_hosts(self, question, needed):
             return {"host1 (10.0.0.2)": TimeoutError("no answer within 5 s (--timeouts host)")}
 
     with pytest.raises(RunStopped, match=r"Host host1 \(10.0.0.2\) could not check .* no answer within 5 s"):

@@ -14,7 +14,7 @@ class FakeRuntime:
     def __init__(self, *left):
         self._left = list(left)
 
-    def find_again(self, slots):
+    def relocate(self, slots):
         left = self._left.pop(0) if len(self._left) > 1 else self._left[0]
         return [slot if slot.machine in left else None for slot in slots]
 

@@ -15,7 +15,7 @@ from slime.cluster.checkpoints.checkpoint import write_checkpoint
 from slime.cluster.run_opening import claimed, close_run, nothing_left, open_run, refuse_taken
 from slime.observability.tracking import Tracker, read_metrics
 from slime.record import RecordWriter, group_entries
-from slime.utils.errors import FolderTaken, RunStopped
+from slime.utils.errors import FolderInUse, RunStopped
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.run_file import read_run
 from slime.utils.files.step_folders import Manifest, find_step
@@ -54,7 +54,7 @@ def test_a_new_run_in_a_used_folder_is_refused_and_changes_nothing(tmp_path):
     first = start(folder, lr=0.25, **saving)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(
-        FolderTaken, match=f"--run-dir .* belongs to run {first.run_id}, .*finished.*another folder, or "
+        FolderInUse, match=f"--run-dir .* belongs to run {first.run_id}, .*finished.*another folder, or "
     ):
         start(folder, lr=0.5, **saving)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -62,7 +62,7 @@ def test_a_new_run_in_a_used_folder_is_refused_and_changes_nothing(tmp_path):
 
 def test_nobody_is_sent_to_checkpoints_that_a_run_never_wrote(tmp_path):
     start(tmp_path, error=KeyboardInterrupt())
-    with pytest.raises(FolderTaken, match="That run had no --save: there is nothing to resume from"):
+    with pytest.raises(FolderInUse, match="That run had no --save: there is nothing to resume from"):
         start(tmp_path)
 
 
@@ -108,9 +108,9 @@ def test_a_start_that_was_killed_before_its_first_checkpoint_is_repeated_in_its_
 def test_checkpoints_of_another_run_do_not_open_the_folder(tmp_path):
     other = start(tmp_path / "other", save=str(tmp_path / "other-ckpt"))
     start(tmp_path / "run", save=str(tmp_path / "ckpt"))
-    with pytest.raises(FolderTaken):
+    with pytest.raises(FolderInUse):
         start(tmp_path / "run", load=str(tmp_path / "other-ckpt"), save=str(tmp_path / "third"))
-    with pytest.raises(FolderTaken):  # only the weights: a new run
+    with pytest.raises(FolderInUse):  # only the weights: a new run
         start(tmp_path / "run", load=str(tmp_path / "ckpt"), finetune=True)
     elsewhere = start(tmp_path / "new", load=str(tmp_path / "other-ckpt"), save=str(tmp_path / "third"))
     assert elsewhere.run_id != other.run_id and read_run(tmp_path / "new").last.resumed["run"] == other.run_id
@@ -127,7 +127,7 @@ def test_a_folder_of_an_earlier_version_is_continued_by_a_resume_alone(tmp_path)
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step_key": "train/step", "step": 0}\n')
     write_checkpoint(tmp_path / "ckpt", Manifest(0, "0ldrun", 1), {}, lambda path: path.mkdir(), 0)
-    with pytest.raises(FolderTaken, match="an earlier run"):
+    with pytest.raises(FolderInUse, match="an earlier run"):
         start(run)
     assert start(run, load=str(tmp_path / "ckpt")).run_id == "0ldrun"
 
@@ -135,7 +135,7 @@ def test_a_folder_of_an_earlier_version_is_continued_by_a_resume_alone(tmp_path)
 def test_a_damaged_run_json_does_not_free_the_folder(tmp_path):
     start(tmp_path)
     (tmp_path / "run.json").write_text("{half")
-    with pytest.raises(FolderTaken):
+    with pytest.raises(FolderInUse):
         start(tmp_path)
 
 
@@ -284,13 +284,13 @@ def test_a_record_of_another_run_is_refused_and_left_as_it_is(tmp_path):
     writer.add("train", 0, group_entries([[Sample(index=0, group_index=0, prompt="a")]], "trained"))
     writer.close()
     before = file.read_bytes()
-    with pytest.raises(FolderTaken, match="is the record of run another, this is a new run; use another"):
+    with pytest.raises(FolderInUse, match="is the record of run another, this is a new run; use another"):
         refuse_taken(parse(run_dir=str(file.parent)))
     assert file.read_bytes() == before
     refuse_taken(parse(run_dir=str(file.parent), record_max_mib=0))
     file.unlink()
     file.mkdir()
-    with pytest.raises(FolderTaken, match="is no file"):
+    with pytest.raises(FolderInUse, match="is no file"):
         refuse_taken(parse(run_dir=str(file.parent)))
 
 
@@ -299,11 +299,11 @@ def test_the_same_command_goes_on_with_a_run_that_did_not_finish(tmp_path):
     first = start(folder, error=RunStopped("the engines are gone"), **flags)
     second = start(folder, error=KeyboardInterrupt(), **flags)
     assert (second.run_id, second.num_starts) == (first.run_id, 2)
-    with pytest.raises(FolderTaken, match="belongs to run"):
+    with pytest.raises(FolderInUse, match="belongs to run"):
         start(folder, **{**flags, "lr": 0.5})
-    with pytest.raises(FolderTaken, match=r"because its settings differ: --lr 0\.5 \(was 0\.25\)\."):
+    with pytest.raises(FolderInUse, match=r"because its settings differ: --lr 0\.5 \(was 0\.25\)\."):
         refuse_taken(parse(run_dir=str(folder), **{**flags, "lr": 0.5}))
     third = start(folder, **flags)
     assert third.num_starts == 3
-    with pytest.raises(FolderTaken, match="finished"):
+    with pytest.raises(FolderInUse, match="finished"):
         start(folder, **flags)

@@ -118,7 +118,7 @@ def test_a_stopped_engine_is_replaced_and_the_run_goes_on(world):
         engine_of(driver).suspend()
     assert process.wait(PATIENCE_S) == 0, (world / "stopped.out").read_text()[-4000:]
     said = (world / "stopped.out").read_text()
-    assert "no sign of life" in said and "is stopped (SIGSTOP" in said and "serves again" in said
+    assert "no sign of life" in said and "is stopped (SIGSTOP" in said and "is ready again" in said
     assert sorted(series(world, "stopped", "train/loss")) == [0, 1, 2]
 
 

@@ -195,7 +195,7 @@ def watch(balancer, monkeypatch):
     async def try_once(url, errand):
         try:
             return await attempt(url, errand)
-        except balancer_module._EngineBroke:
+        except balancer_module._EngineCrashed:
             balancer._running.pop(url, None)
             raise
 
@@ -204,7 +204,7 @@ def watch(balancer, monkeypatch):
 
 def test_a_request_that_breaks_its_engine_is_not_sent_to_the_next():
     with FakeEngine(breaks()) as one, FakeEngine(breaks()) as two, balanced([one.url, two.url]) as (url, _):
-        with pytest.raises(http_utils.HttpError, match="broke while it worked on this request") as error:
+        with pytest.raises(http_utils.HttpError, match="crashed on this request") as error:
             run(post(url))
         assert error.value.status == 422  # a client of ours sends it no more
         assert sorted([len(one.requests), len(two.requests)]) == [0, 2]
@@ -377,6 +377,6 @@ def test_sglang_s_router_names_a_port_that_is_taken_and_starts_nothing(tmp_path)
         plan = LaunchPlan(
             "router", router_command("/no/python", "round_robin"), {}, tmp_path / "router.log", 5.0
         )
-        with pytest.raises(ValueError, match=f"--sglang-router-port is {port}: another program has it"):
+        with pytest.raises(ValueError, match=f"--sglang-router-port is {port}: another program uses it"):
             SGLangRouter(plan, WatchPolicy(5, 600.0), port=port).start()
     assert not (tmp_path / "router.log").exists()

@@ -167,4 +167,4 @@ def test_a_client_that_leaves_before_the_end_of_a_stream_is_not_held_against_the
 
     with caplog.at_level(logging.DEBUG):
         served = run(asyncio.wait_for(scene(), PATIENCE_S))
-    assert len(served) == 1 and "broke at work" not in caplog.text
+    assert len(served) == 1 and "crashed during a request" not in caplog.text

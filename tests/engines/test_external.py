@@ -109,8 +109,8 @@ def test_an_address_given_twice_is_refused(serve, model):
 @pytest.mark.parametrize(
     ("info", "options", "message"),
     [
-        ({}, {"status": 404}, "answers, but not as an engine"),
-        (["garbage"], {}, "is not an engine's server info"),
+        ({}, {"status": 404}, "responds, but not as an engine"),
+        (["garbage"], {}, "not with an engine's server info"),
         ({"hello": 1}, {}, "names no model"),
         (
             {"model_path": "org/x", "vocab_size": 1000},

@@ -172,7 +172,7 @@ def test_engines_start_after_the_trainers_gpus_and_placeholders_stay_free(write)
 
 def test_an_engine_never_lies_on_two_machines():
     with pytest.raises(
-        ValueError, match="4 GPUs from GPU 2 of machine 0 to GPU 1 of machine 1, which lie on two machines"
+        ValueError, match="4 GPUs from GPU 2 of machine 0 to GPU 1 of machine 1, which are on two machines"
     ):
         place_engines(plain_topology("m", 4, 4), gpu_pool(2, 4, first=2))
     with pytest.raises(ValueError, match="needs 8 GPUs and a machine has 4"):

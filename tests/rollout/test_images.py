@@ -14,7 +14,7 @@ from slime.rollout.generation.generate_request import PromptError, build_request
 from slime.rollout.generation.sample_images import append_messages, append_with_images
 from slime.rollout.prompt_groups import copy_sample, group_from_plain, group_to_plain, without_response
 from slime.utils import codec
-from slime.utils.errors import EngineAnswerError
+from slime.utils.errors import EngineResponseError
 from slime.utils.media.pictures import picture_key
 from slime.utils.processing_utils import build_processor_kwargs, load_processor, load_tokenizer
 from slime.utils.types import Sample
@@ -84,9 +84,9 @@ def test_one_token_per_picture_goes_to_the_engine(model, tmp_path):
         picture_key(p) for p in sample.multimodal_inputs["images"]
     ]
     check_answer(args, request, answer([70], len(sample.tokens)))
-    with pytest.raises(EngineAnswerError, match="their processors differ"):
+    with pytest.raises(EngineResponseError, match="their processors differ"):
         check_answer(args, request, answer([70], len(sample.tokens) + 1))
-    with pytest.raises(EngineAnswerError, match="holds the image token"):
+    with pytest.raises(EngineResponseError, match="holds the image token"):
         check_answer(args, request, answer([processor.image_token_id], len(sample.tokens)))
 
 

@@ -261,7 +261,7 @@ def test_an_event_that_cannot_be_written_takes_no_other_with_it(tmp_path):
     ledger.consumed([group_of(0)], "filtered", "zero_std")
     found = world.audit()
     assert found.groups == {"dropped": 1}
-    assert found.violations == ["1 events could not be written (a full disk?): nothing can be proven"]
+    assert found.violations == ["1 events could not be written (a full disk?): the audit can prove nothing"]
 
 
 @pytest.mark.parametrize("reason", ["cut \ud800", 7])

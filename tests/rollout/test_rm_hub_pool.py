@@ -12,7 +12,7 @@ import pytest
 from patience import LONG_S, PATIENCE_S, eventually, longer_each_time
 
 from slime.rollout.rm_hub.workers.check_pool import CheckPool
-from slime.utils.reward_failure import AnswerTooLarge, RewardFailure
+from slime.utils.reward_failure import ComparisonTooLarge, RewardFailure
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,16 +139,16 @@ def test_worker_that_is_stopped_within_a_check_is_not_the_answer_s_fault(pool):
 
 def test_check_that_computes_for_too_long_is_broken_off_by_its_cpu_time(pool):
     failure = asyncio.run(pool.check("builtins:eval", "[i for i in iter(int, 1)]"))
-    assert isinstance(failure, AnswerTooLarge) and "1 s of CPU time" in failure.reason
+    assert isinstance(failure, ComparisonTooLarge) and "1 s of CPU time" in failure.reason
     assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
 
 
 def test_check_that_recurses_or_takes_all_memory_is_too_large(pool):
     deep = "(lambda f: f(f))(lambda f: f(f))"
     failure = asyncio.run(pool.check("builtins:eval", deep))
-    assert isinstance(failure, AnswerTooLarge) and "RecursionError" in failure.reason
+    assert isinstance(failure, ComparisonTooLarge) and "RecursionError" in failure.reason
     failure = asyncio.run(pool.check("builtins:eval", "bytes(1 << 40)"))
-    assert isinstance(failure, AnswerTooLarge) and "memory" in failure.reason
+    assert isinstance(failure, ComparisonTooLarge) and "memory" in failure.reason
     assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
 
 
@@ -172,7 +172,7 @@ def test_a_worker_with_slow_imports_takes_a_broken_check_s_place_by_a_fork(pool)
         return template, spent, values, await pool.check("slow_to_load:parent_pid")
 
     template, spent, values, later = asyncio.run(main())
-    assert isinstance(spent, AnswerTooLarge) and values == [5, 2]
+    assert isinstance(spent, ComparisonTooLarge) and values == [5, 2]
     assert later == template  # nothing was imported again
 
 

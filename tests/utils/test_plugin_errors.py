@@ -7,7 +7,7 @@ import urllib.error
 
 import pytest
 
-from slime.utils.errors import EngineAnswerError, RunStopped
+from slime.utils.errors import EngineResponseError, RunStopped
 from slime.utils.http_utils import HttpError
 from slime.utils.plugin_errors import PluginError, may_pass, plugin_call, wrong_return
 
@@ -44,7 +44,7 @@ def raised(error, cause=None):
         EOFError(),
         MemoryError(),
         HttpError(503, "busy", "http://judge"),
-        EngineAnswerError("garbage"),
+        EngineResponseError("garbage"),
         JudgeIsBusy(),
         ExceptionGroup("both", [TimeoutError(), OSError()]),
         raised(RuntimeError("the judge failed"), cause=TimeoutError()),

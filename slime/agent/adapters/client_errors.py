@@ -13,12 +13,12 @@ from slime.agent.session import (
 )
 from slime.liveness.waits import WaitTimeout
 from slime.rollout.generation.turn_gate import RolloutEnded
-from slime.utils.errors import EngineAnswerError
+from slime.utils.errors import EngineResponseError
 from slime.utils.http_utils import HttpError
 
 
 class ApiError(Exception):
-    """An error response. `retry` False: a header asks clients not to send the request again.
+    """An error response. `retry` False: a header asks clients not to resend the request.
 
     `kind` is invalid, auth, not_found, too_large, context, budget, closed, engine or ours.
     """
@@ -52,7 +52,7 @@ def api_error(error: Exception) -> ApiError:
         return invalid(str(error), "messages")
     if isinstance(error, HttpError) and 400 <= error.status < 500:
         return invalid(f"the engine refuses the request: {error.body[:500]}")
-    if isinstance(error, (PolicyDown, HttpError, EngineAnswerError, WaitTimeout)):
+    if isinstance(error, (PolicyDown, HttpError, EngineResponseError, WaitTimeout)):
         return ApiError(502, "engine", f"the engines gave no response: {error}"[:500])
     if isinstance(error, ValueError):  # sampling parameters that the engines' protocol does not have
         return invalid(str(error)[:500])

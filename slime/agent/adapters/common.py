@@ -212,7 +212,7 @@ class BaseAdapter:
         if key in self._over:
             raise ApiError(503, "closed", "this session is over", retry=False)
         raise ApiError(
-            401, "auth", f"Incorrect API key provided: {key[:24]!r} names no session.", retry=False
+            401, "auth", f"Incorrect API key provided: {key[:24]!r} belongs to no session.", retry=False
         )
 
     # -- one request ---------------------------------------------------------------------------------------

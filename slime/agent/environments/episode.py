@@ -27,7 +27,7 @@ from slime.agent.environments.protocol import (
     as_step,
 )
 from slime.agent.environments.rows import ENV_KEY, HELD_OUT_KEY, SEED_KEY, seed_of
-from slime.agent.environments.seat import Seat, Voice, fingerprint
+from slime.agent.environments.transcript import ObservationRenderer, Transcript, fingerprint
 from slime.arguments import PluginArgs
 from slime.batch.convert import ROLE_KEY
 from slime.catalog.deadlines import timeout_s
@@ -83,7 +83,7 @@ async def generate(
             item=item_of(args, sample),
         )
         if not made:
-            raise EnvironmentFailure("the policy was not asked")
+            raise EnvironmentFailure("the policy took no turn")
     except EnvironmentFailure as failure:
         return failed(sample, choice, failure)
     for one in made:
@@ -141,12 +141,12 @@ class Episode:
         self.args, self.sample, self.params = args, sample, sampling_params
         self.state = GenerateState(args)
         self.choice = choice_of(args, sample)
-        self.voice = Voice(args, self.state.tokenizer)
+        self.renderer = ObservationRenderer(args, self.state.tokenizer)
         self.longest: int | None = sampling_params.get("max_new_tokens")
         module = import_module(ENVIRONMENTS[self.choice.family].module)
         make = functools.partial(module.make, self.choice.task, options_of(args, self.choice))
         self.calls = EnvironmentCalls(self.choice.name, make, timeout_s(args, "env"))
-        self.seats: dict[int, Seat] = {}
+        self.transcripts: dict[int, Transcript] = {}
         self.progress = _Progress()
         self.players = 1
 
@@ -172,33 +172,35 @@ class Episode:
         deadline = time.monotonic() + limit_s if limit_s else None
         end = None
         while end is None:
-            seat = self._seat_of(observation.player)
-            if not in_turn and not seat.read(observation, self.longest, self.state.scope.max_context_len):
+            transcript = self._transcript_of(observation.player)
+            if not in_turn and not transcript.read(
+                observation, self.longest, self.state.scope.max_context_len
+            ):
                 end = "max_tokens"
                 break
             if not in_turn:
-                self.progress.turn_start = seat.sample.response_length
+                self.progress.turn_start = transcript.sample.response_length
             in_turn = False
             self._observation = observation
-            if not await self._write_turn(seat, deadline):
+            if not await self._write_turn(transcript, deadline):
                 end = "deadline"
                 break
             start = self.progress.turn_start
-            action = seat.text_since(start)
+            action = transcript.text_since(start)
             result = as_step(self.choice.name, await self.calls.call("step", action))
-            seat.end_turn(start, float(result.reward))
+            transcript.end_turn(start, float(result.reward))
             self._count("turns", 1)
             self._count("tool_calls", result.tool_calls)
             self._count("tool_errors", result.tool_errors)
             self.progress.actions.append(action)
             if result.done or result.truncated:
                 end = "done" if result.done else "truncated"
-                for one in self.seats.values():
+                for one in self.transcripts.values():
                     one.sample.metadata.update(result.info)
                 break
             observation = as_observation(self.choice.name, "step", result.observation)
             self.progress.seen.append(fingerprint(observation))
-            end = self._used_up(seat)
+            end = self._used_up(transcript)
         return await self._finish(end)
 
     async def _begin(self) -> tuple[Observation, bool]:
@@ -209,7 +211,7 @@ class Episode:
             observation = await self._return_to(before)
             if observation is not None:
                 self.progress = before
-                self._seat_of(observation.player).sample.status = Sample.Status.ABORTED
+                self._transcript_of(observation.player).sample.status = Sample.Status.ABORTED
                 return observation, True
             message = "%s restarts: replaying its actions led its environment to another state."
             logger.warning(message, describe(self.sample))
@@ -255,9 +257,9 @@ class Episode:
         self.calls = EnvironmentCalls(self.calls.name, self.calls.make, self.calls.timeout_s)
         return None
 
-    async def _write_turn(self, seat: Seat, deadline: float | None) -> bool:
+    async def _write_turn(self, transcript: Transcript, deadline: float | None) -> bool:
         """Let the policy write until it stops or reaches a limit; False: the episode's time is over."""
-        sample, params = seat.sample, dict(self.params)
+        sample, params = transcript.sample, dict(self.params)
         if sample.status is not Sample.Status.ABORTED:
             sample.status = Sample.Status.PENDING
         if self.state.aborted:
@@ -285,45 +287,47 @@ class Episode:
             raise _Interrupted
         return True
 
-    def _used_up(self, seat: Seat) -> str | None:
+    def _used_up(self, transcript: Transcript) -> str | None:
         if self.args.max_turns is not None and self.progress.counts["turns"] >= self.args.max_turns:
             return "max_turns"
         context = self.state.scope.max_context_len
-        if token_budget(self.args, seat.sample, self.longest, context) == 0:
+        if token_budget(self.args, transcript.sample, self.longest, context) == 0:
             return "max_tokens"
         return None
 
-    def _seat_of(self, player: int) -> Seat:
+    def _transcript_of(self, player: int) -> Transcript:
         if not 0 <= player < max(1, self.players):
             raise EnvironmentFailure(
-                f"environment {self.choice.name}: player {player} is to move, of {self.players} players"
+                f"environment {self.choice.name}: player {player} is next, but there are {self.players}"
             )
-        if player not in self.seats:
+        if player not in self.transcripts:
             own = self.sample if self.players == 1 else copy_sample(self.sample)
-            self.seats[player] = Seat(self.args, own, self.voice)
-        return self.seats[player]
+            self.transcripts[player] = Transcript(self.args, own, self.renderer)
+        return self.transcripts[player]
 
     # -- its ends
 
     async def _finish(self, end: str) -> Sample | list[Sample]:
         scores = as_scores(self.choice.name, await self.calls.call("score"), max(1, self.players))
-        acted = {player: seat for player, seat in sorted(self.seats.items()) if seat.turns}
+        acted = {
+            player: transcript for player, transcript in sorted(self.transcripts.items()) if transcript.turns
+        }
         if not acted:
             raise EnvironmentFailure(
                 f"environment {self.choice.name}: no turn was finished within --timeouts "
                 f"episode={timeout_s(self.args, 'episode'):g}"
             )
-        for player, seat in acted.items():
-            seat.add_to_last_turn(scores[player])
-            sample = seat.sample
+        for player, transcript in acted.items():
+            transcript.add_to_last_turn(scores[player])
+            sample = transcript.sample
             sample.status = Sample.Status.COMPLETED if end == "done" else Sample.Status.TRUNCATED
             sample.metadata.pop(PROGRESS_KEY, None)
             sample.metadata[END_KEY] = end
             if self.players > 1:
                 sample.metadata[ROLE_KEY] = f"player {player}"
                 sample.rollout_id = self.sample.index if sample.rollout_id is None else sample.rollout_id
-            give_reward(self.args, sample, seat.total)
-        made = [seat.sample for seat in acted.values()]
+            give_reward(self.args, sample, transcript.total)
+        made = [transcript.sample for transcript in acted.values()]
         self._count("env_seconds", self.calls.seconds)
         counts = self.progress.counts
         for sample in made:  # the costs of the episode, in equal shares
@@ -340,7 +344,7 @@ class Episode:
             sample.tokens, sample.status = [], Sample.Status.ABORTED
             sample.metadata.pop(PROGRESS_KEY, None)
             return sample
-        sample = self.seats[0].sample
+        sample = self.transcripts[0].sample
         sample.metadata[PROGRESS_KEY] = asdict(self.progress)
         sample.status = Sample.Status.ABORTED
         if sample.session_id:

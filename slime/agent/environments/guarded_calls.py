@@ -109,7 +109,7 @@ class EnvironmentCalls:
         _hanging.difference_update([thread for thread in _hanging if not thread.is_alive()])
         if len(_hanging) > MAX_HANGING:
             raise RunStopped(
-                f"--env {self.name}: {len(_hanging)} calls of environments hang for longer than "
+                f"--env {self.name}: {len(_hanging)} calls of environments have hung for longer than "
                 f"--timeouts env={self.timeout_s:g}. Fix the environment, or give it more time."
             )
 

@@ -19,11 +19,11 @@ def check(task: str) -> None:
         near = difflib.get_close_matches(family, ENVIRONMENTS, n=1, cutoff=0.6)
         meant = f"did you mean {near[0]}?" if near else "a class of yours is module:Class or file.py:Class."
         raise ValueError(
-            f"--env {task}: {type(error).__name__}: {error}; {family!r} is no family of environments either; "
+            f"--env {task}: {type(error).__name__}: {error}; {family!r} is no environment family either; "
             f"{meant}"
         ) from error
     if not callable(found):
-        raise ValueError(f"--env {task}: it is a {type(found).__name__}, and not a class")
+        raise ValueError(f"--env {task}: it is a {type(found).__name__}, not a class")
     if isinstance(found, type):
         _check_methods(task, found)
 

@@ -85,10 +85,10 @@ def as_step(name: str, value: Any) -> StepResult:
         )
     if not is_number(value.reward):
         raise EnvironmentFailure(
-            f"environment {name}: step gave the reward {value.reward!r}, which is no finite number"
+            f"environment {name}: step gave the reward {value.reward!r}, which is not a finite number"
         )
     if value.observation is None and not (value.done or value.truncated):
-        raise EnvironmentFailure(f"environment {name}: step gave no observation, and the episode is not done")
+        raise EnvironmentFailure(f"environment {name}: step returned no observation before the end")
     return value
 
 

@@ -27,7 +27,7 @@ def read_environment(source: str) -> PlacedRows:
     for choice in choices:
         check_task(choice, source)
     held_out = split == HELD_OUT
-    for number, choice in enumerate(itertools.islice(_take_turns(choices), count), start=1):
+    for number, choice in enumerate(itertools.islice(_interleave(choices), count), start=1):
         seed = seed_of(number, held_out)
         metadata: dict[str, Any] = {ENV_KEY: choice.name, SEED_KEY: seed, HELD_OUT_KEY: held_out}
         row = {"input": f"{choice.name} {seed}", "metadata": metadata}
@@ -39,8 +39,10 @@ def seed_of(number: int, held_out: bool) -> int:
     return (mix64(number, 20 if held_out else 21) % 2**29) * 2 + (0 if held_out else 1)
 
 
-def _take_turns(choices: Sequence[Choice]) -> Iterator[Choice]:
-    """Yield each task as often as its weight says, spread evenly: the one that is furthest behind is next."""
+def _interleave(choices: Sequence[Choice]) -> Iterator[Choice]:
+    """Yield each task as often as its weight says, spread evenly: the task with the fewest rows for its
+    weight is next.
+    """
     total = sum(choice.weight for choice in choices)
     owed = [0.0] * len(choices)
     while True:

@@ -139,7 +139,7 @@ def random_move(text: str, generator: random.Random) -> str:
     moves = _MOVE.findall(lists[-1]) if lists else []
     if not moves:
         raise EnvironmentFailure(
-            "the game does not name its legal moves, so no opponent can draw one: name a function in "
+            "the game does not name its legal moves, so no opponent can draw one: give a function in "
             '--env-args {"*": {"eval_opponent": "file.py:move"}}, or "self"'
         )
     return generator.choice(moves)

@@ -59,7 +59,7 @@ def config_of(task: str, options: Mapping[str, Any]) -> Any:
     given = json.loads(json.dumps(dict(options)))  # plain dicts
     kind = concrete_type(environment_class(task, given.get("id", "")), EnvConfig, origin=Env)
     if kind is not SingleAgentEnvConfig:
-        raise ValueError(f"--env verifiers:{task}: environments of several agents are not trained.")
+        raise ValueError(f"--env verifiers:{task}: environments with several agents are not supported.")
     taskset = {**given.get("taskset", {}), "id": task}
     agent |= given.get("agent", {})
     return SingleAgentEnvConfig.model_validate({**given, "taskset": taskset, "agent": agent})

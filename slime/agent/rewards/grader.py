@@ -165,7 +165,7 @@ class Link:
         try:
             return receive(self.replies, self.wait)
         except (EOFError, OSError, ValueError, RecursionError):
-            raise Failed("the program ended, or sent what is no message") from None
+            raise Failed("the program ended, or sent an invalid message") from None
 
     def ask(self, *request: Any) -> Any:
         return self.exchange(request)[0]
@@ -187,7 +187,7 @@ class Link:
                 else:
                     raise Failed("the program ended")
             except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-                raise Failed("the program sent what is no value") from None
+                raise Failed("the program sent an invalid value") from None
             raise error
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from slime.arguments import PluginArgs
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.limits import limit
 from slime.utils import http_utils
-from slime.utils.errors import EngineAnswerError
+from slime.utils.errors import EngineResponseError
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.reward_failure import RewardFailure, infra_error
 from slime.utils.types import Sample
@@ -64,7 +64,7 @@ async def judge_reward(
                     return score / args.judge_max_score
     except TimeoutError:
         return infra_error(f"the judge gave no score within --timeouts judge={timeout_s(args, 'judge'):g}")
-    except (http_utils.HttpError, PolicyDown, EngineAnswerError) as error:
+    except (http_utils.HttpError, PolicyDown, EngineResponseError) as error:
         return infra_error(f"the judge could not be asked: {error}")
     return infra_error(
         f"the judge gave no score from 0 to {args.judge_max_score:g} in {MAX_TRIES} tries; "
@@ -91,7 +91,7 @@ def _rubric(path: str) -> str:
         raise ValueError(f"--judge-rubric {path}: there is no such file")
     text = Path(path).read_text()
     if "{response}" not in text:
-        raise ValueError(f"--judge-rubric {path} has no {{response}}: the judge would not see the answer")
+        raise ValueError(f"--judge-rubric {path} has no {{response}}: the judge would not see the response")
     return text
 
 
@@ -115,7 +115,7 @@ async def _over_http(args: PluginArgs, messages: list[dict[str, Any]], seed: int
     try:
         return str(answer["choices"][0]["message"]["content"] or "")
     except (KeyError, IndexError, TypeError):
-        raise EngineAnswerError(
+        raise EngineResponseError(
             f"{url} answered {str(answer)[:200]!r}, which is no chat completion"
         ) from None
 

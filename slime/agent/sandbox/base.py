@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class SandboxError(RuntimeError):
-    """The sandbox cannot do what was asked; the message says why."""
+    """The sandbox cannot perform an operation; the message has the reason."""
 
 
 class SandboxUnavailable(SandboxError):

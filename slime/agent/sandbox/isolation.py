@@ -34,14 +34,14 @@ def read_only_paths(extra: tuple[str, ...] = ()) -> tuple[list[str], list[tuple[
         elif os.path.isdir(name):
             paths.append(name)
     paths += [name for name in _ETC if os.path.exists(name)]
-    python = Path(box_python())
+    python = Path(sandbox_python())
     if not python.is_relative_to("/usr"):
         paths.append(sys.base_prefix)
     return [*paths, *extra], links
 
 
 @functools.cache
-def box_python() -> str:
+def sandbox_python() -> str:
     """Return the interpreter inside sandboxes: the system's, which a private user can read, else our own."""
     for candidate in ("/usr/bin/python3", "/usr/local/bin/python3"):
         if os.access(candidate, os.X_OK):
@@ -49,12 +49,12 @@ def box_python() -> str:
     return os.path.realpath(os.path.join(sys.base_prefix, "bin", "python3"))
 
 
-def walls(
+def isolation_command(
     kind: str, limits: Limits, uid: int | None, hello: str, extra: tuple[str, ...] = ()
 ) -> tuple[list[str], bytes]:
     """Return the command line of a sandbox's first process, and the program that it reads from its input.
 
-    `uid`: its private user (None: the current user). `hello`: the id of the reply that says it is ready.
+    `uid`: its private user (None: the current user). `hello`: the id of the reply that reports readiness.
     """
     paths, links = read_only_paths(extra)
     settings: dict[str, object] = {"own_root": kind != PLAIN, "private": kind != PLAIN or uid is not None}
@@ -68,7 +68,7 @@ def walls(
         files, calls = ["guest_root.py", *files], ["build_root(settings)", *calls]
     lines = [f"exec(compile({_source(name)!r}, {name!r}, 'exec'))" for name in files]
     text = "\n".join([*lines, f"settings = {settings!r}", *calls]).encode()
-    argv = [*become, *command, box_python(), "-I", "-S", "-B", "-c", BOOT]
+    argv = [*become, *command, sandbox_python(), "-I", "-S", "-B", "-c", BOOT]
     return argv, b"%d\n%s" % (len(text), text)
 
 
@@ -146,7 +146,7 @@ def why_not(kind: str) -> str | None:
     """Return why a sandbox of this kind does not start here; None: it does."""
     # It needs its own user: a sandbox that ends kills all processes of its user, also another probe's.
     user = PrivateUser() if has_private_users() else None
-    argv, text = walls(kind, Limits(), user.uid if user else None, "probe")
+    argv, text = isolation_command(kind, Limits(), user.uid if user else None, "probe")
     try:
         done = subprocess.run(argv, input=text, capture_output=True, timeout=_PROBE_S, cwd="/")
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -32,8 +32,8 @@ from slime.agent.sandbox.isolation import (
     PrivateUser,
     best_isolation,
     has_private_users,
+    isolation_command,
     report_start,
-    walls,
 )
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class LocalSandbox:
             if uid is not None:
                 shutil.chown(self._folder, uid, uid)
         nonce, pipe = secrets.token_hex(16), asyncio.subprocess.PIPE
-        argv, program = walls(kind, self.limits, uid, nonce, self._read_only)
+        argv, program = isolation_command(kind, self.limits, uid, nonce, self._read_only)
         hello = self._waiting[nonce] = asyncio.get_running_loop().create_future()
         try:
             self._process = await asyncio.create_subprocess_exec(

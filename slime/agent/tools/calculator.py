@@ -72,7 +72,7 @@ def _value(node: ast.expr) -> Any:
             raise ToolError(f"{node.func.id} takes no named arguments")
         return _bounded(_FUNCTIONS[node.func.id](*map(_value, node.args)))
     known = f"numbers, + - * / // % **, {', '.join([*_NAMES, *_FUNCTIONS])}"
-    raise ToolError(f"{ast.unparse(node)[:60]!r} is not arithmetic; known are {known}")
+    raise ToolError(f"{ast.unparse(node)[:60]!r} is not supported; use {known}")
 
 
 def _bounded(value: Any) -> Any:

@@ -136,7 +136,7 @@ class McpServer:
             async with asyncio.timeout(self._call_timeout_s):
                 result = await self._session.call_tool(tool, arguments)
         except TimeoutError:
-            raise ToolError(f"{tool} did not answer within {self._call_timeout_s:g} s") from None
+            raise ToolError(f"{tool} did not respond within {self._call_timeout_s:g} s") from None
         except Exception as error:
             if "closed" in f"{type(error).__name__} {error}".lower():
                 raise ToolServerDied(f"{self.name} died in a call of {tool}") from error

@@ -176,7 +176,7 @@ class ToolSet:
                     value = await asyncio.to_thread(tool.call, **given)
                     value = await value if inspect.isawaitable(value) else value
         except TimeoutError:
-            raise ToolError(f"{name} did not answer within {self.timeout_s:g} s") from None
+            raise ToolError(f"{name} did not respond within {self.timeout_s:g} s") from None
         except (ToolError, ToolServerDied):
             raise
         except Exception as error:

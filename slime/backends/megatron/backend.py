@@ -43,7 +43,7 @@ from slime.backends.megatron.modules.routing import (
     RecordedByBatch,
     RoutingPlan,
     balance_coefficient,
-    take_metrics,
+    drain_metrics,
 )
 from slime.backends.megatron.modules.te_attention import choose_attention
 from slime.backends.megatron.modules.vocab_parallel import VocabSlice
@@ -267,7 +267,7 @@ class MegatronBackend(TrainBackend):
         """Return metrics of the balance of experts, and the router losses that are enabled."""
         if self.config.num_moe_experts is None:
             return {}
-        counts, losses = take_metrics(self.routers, self.config.num_moe_experts)
+        counts, losses = drain_metrics(self.routers, self.config.num_moe_experts)
         asked = {"moe_aux_loss": balance_coefficient(self.config), "moe_z_loss": self.config.moe_z_loss_coeff}
         return load_metrics(counts) | {name: value for name, value in losses.items() if asked[name]}
 

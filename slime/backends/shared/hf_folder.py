@@ -81,7 +81,7 @@ def save(
         config.save_pretrained(temporary)
         if (Path(source) / "generation_config.json").is_file() or not Path(source).is_dir():
             GenerationConfig.from_pretrained(source).save_pretrained(temporary)
-        _copy_beside_weights(source, temporary)
+        _copy_other_files(source, temporary)
         _replace(temporary, path)
     dist.barrier()
 
@@ -105,7 +105,7 @@ def _name_files(folder: Path, files: list[dict[str, int]]) -> None:
     write_index(folder, weight_map, total)
 
 
-def _copy_beside_weights(source: str, folder: Path) -> None:
+def _copy_other_files(source: str, folder: Path) -> None:
     if Path(source).is_dir():
         for file in (file for pattern in _BESIDE_WEIGHTS for file in Path(source).glob(pattern)):
             if file.is_file():

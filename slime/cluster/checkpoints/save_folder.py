@@ -15,7 +15,7 @@ from slime.arguments import Args
 from slime.cluster.checkpoints.checkpoint import resolve_load
 from slime.cluster.run_opening import compare_inputs, digest_inputs, refuse_taken
 from slime.preflight.findings import Finding, error_of
-from slime.utils.errors import FolderTaken, RunStopped
+from slime.utils.errors import FolderInUse, RunStopped
 from slime.utils.files.folder_lock import FolderLock, refuse_locked
 from slime.utils.files.run_file import resumption_of, run_of_folder
 from slime.utils.files.step_folders import same_folder, step_folders
@@ -201,7 +201,7 @@ def check_folders(args: Args) -> Iterator[Finding]:
 def _refuse_load(args: Args) -> None:
     """Raise if --load cannot be resumed: it holds no checkpoint, or files that define its run changed."""
     checkpoint = resolve_load(args.load, args.save, args.ckpt_step)
-    with contextlib.suppress(FolderTaken):  # which is reported of --run-dir
+    with contextlib.suppress(FolderInUse):  # which is reported of --run-dir
         if args.load is not None:
             compare_inputs(args, checkpoint, digest_inputs(args))
 
@@ -226,14 +226,14 @@ def _refuse_others(args: Args) -> None:
     if steps and (not same_folder(args.load, args.save) or args.finetune):
         found = ", ".join(map(str, sorted(steps)[-3:]))
         hint = "without --finetune" if args.finetune else f"with --load {args.save}"
-        raise FolderTaken(
+        raise FolderInUse(
             f"--save {args.save} holds checkpoints of an earlier run (the last are of rollouts {found}): "
             f"resume it {hint}, or give another folder."
         )
 
 
 def _refuse_other_models(args: Args) -> None:
-    """Raise FolderTaken where saving a model would replace something that this run did not write.
+    """Raise FolderInUse where saving a model would replace something that this run did not write.
 
     A run that is resumed saves a rollout again, and replaces its own model.
     """
@@ -246,7 +246,7 @@ def _refuse_other_models(args: Args) -> None:
         if has_model and is_resumed and not same_folder(str(path), args.hf_checkpoint):
             continue
         held = "holds a model that this run did not write" if has_model else "holds no model"
-        raise FolderTaken(
+        raise FolderInUse(
             f"--save-hf {path} exists and {held}: saving would replace it; give another name, or remove it."
         )
 
@@ -255,7 +255,7 @@ def _is_resumed(args: Args) -> bool:
     """Return whether this run continues an earlier one, whose exported models it may then replace."""
     if same_folder(args.load, args.save) and step_folders(args.load or "") and not args.finetune:
         return True
-    with contextlib.suppress(FolderTaken):  # which is reported where the run folder is opened
+    with contextlib.suppress(FolderInUse):  # which is reported where the run folder is opened
         resumption = resumption_of(args.load, args.ckpt_step, args.finetune)
         return run_of_folder(Path(args.run_dir), resumption) is not None
     return False

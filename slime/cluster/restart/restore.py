@@ -66,7 +66,7 @@ class Restorer:
 
     def load(self, state: SafeState, source: Path | CopyPlace | None) -> None:
         """Load `source` into new ranks, and what it does not hold of `state`."""
-        self.group.layouts = self.processes.load_again(source)
+        self.group.layouts = self.processes.reload(source)
         self.prepare()
         ranks = self.group.ranks
         if state.memories:  # equal on all ranks, of which there may be more or fewer now
@@ -165,7 +165,7 @@ def find_slots(args: Args, runtime: Runtime, slots: Sequence[Slot]) -> tuple[Slo
     with waits.waiting("machines for the trainer", owner="driver", deadline_s=limit_s) as wait:
         logged = False
         while True:
-            found = [slot for slot in runtime.find_again(slots) if slot is not None]
+            found = [slot for slot in runtime.relocate(slots) if slot is not None]
             if len(found) == len(slots):
                 return tuple(found)
             missing = _missing(slots, found)

@@ -302,7 +302,7 @@ class TrainActor:
 
     def drain_peak_memory(self) -> int | None:
         """Return the peak memory of this rank's device since the last call; None on a CPU machine."""
-        return accelerator.take_peak_memory()
+        return accelerator.drain_peak_memory()
 
     def close(self) -> None:
         if self._sender is not None:

@@ -121,7 +121,7 @@ class RankProcesses:
         self.join()
         if self._processes.handles:
             with phases.starting("model") as ended:
-                layouts = self.load_again(checkpoint)
+                layouts = self.reload(checkpoint)
                 ended.note = f"from {checkpoint or self._args.hf_checkpoint}"
         return TrainGroup(self._args, self._runtime, self.actors, layouts)
 
@@ -186,7 +186,7 @@ class RankProcesses:
         self._state.away = False
         self._join()
 
-    def load_again(self, source: Path | CopyPlace | None) -> list[Layout]:
+    def reload(self, source: Path | CopyPlace | None) -> list[Layout]:
         return self._call(RankProcess.load, source)
 
     def copy_place(self, folder: Path) -> CopyPlace:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from slime.engines.embedded.http_server import Server
 
 
-_BACKLOG = 1 << 14  # connections that wait to be taken; the system may allow fewer (net.core.somaxconn)
-_TAKEN_AT_ONCE = 64  # of them; asyncio tries as many times again when there is no place for the first
+_BACKLOG = 1 << 14  # connections that wait to be accepted; the system may allow fewer (net.core.somaxconn)
+_TAKEN_AT_ONCE = 64  # accepted at a time; asyncio retries as many times if the first fails
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -38,8 +38,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--threads", type=int, help="CPU threads of the model (default: torch's)")
     add("--max-running-requests", type=int, default=256)
     add("--max-total-tokens", type=int, help="size of the KV pool (default: derived from memory)")
-    add("--seed", type=int, default=0, help="seeds the seeds of requests that bring none")
-    add("--await-weights", action="store_true", help="answer 503 to /generate until weights arrive")
+    add("--seed", type=int, default=0, help="seed of the seeds for requests without one")
+    add("--await-weights", action="store_true", help="respond 503 to /generate until weights arrive")
     fp8_help = "rows and columns: weights arrive as FP8 in such blocks"
     add("--fp8-block", type=int, nargs=2, help=fp8_help)
     add("--weight-version", default="default")
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if not is_loopback(args.host) and not os.environ.get(TOKEN_VARIABLE):
         sys.exit(
-            f"--host is {args.host}: other machines would reach an engine that obeys anybody. Set "
+            f"--host is {args.host}: other machines could control this engine without authentication. Set "
             f"{TOKEN_VARIABLE} to a secret here and where its clients run, or use 127.0.0.1."
         )
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s engine %(levelname)s %(message)s")
@@ -61,8 +61,8 @@ def main(argv: list[str] | None = None) -> None:
         children.watch_parent(
             args.life_fd, lambda: shm.unlink_prefix(args.shm_prefix) if args.shm_prefix else None
         )
-    # Small tensor operations give up the interpreter lock hundreds of times per step; with the default of 5
-    # ms every one of them could wait that long behind the HTTP thread.
+    # Small tensor operations release the interpreter lock hundreds of times per step; with the default of 5
+    # ms each could wait that long for the HTTP thread.
     sys.setswitchinterval(2e-4)
     if args.threads:
         import torch  # late: parsing and --help stay fast
@@ -101,10 +101,10 @@ def _make_server(args: argparse.Namespace) -> "Server":
 async def _serve(args: argparse.Namespace) -> None:
     from aiohttp import web  # late: --help stays fast
 
-    # Bound before the model loads: a taken port is known at once.
+    # Bound before the model loads, so that a port in use fails at once.
     listener = socket.create_server((args.host, args.port), backlog=_BACKLOG)
     raise_limit()
-    # Bodies stay as they come: a compressed one is refused, and not unfolded first.
+    # Bodies are not decompressed: a compressed one is refused.
     app = _make_server(args).make_app()
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, auto_decompress=False)
     await runner.setup()
@@ -122,8 +122,8 @@ async def _serve(args: argparse.Namespace) -> None:
     logging.getLogger(__name__).info("serving %s on http://%s:%d", args.model_path, args.host, port)
     await stop.wait()
     sys.stdout.flush()
-    # Here and not after the event loop, which would wait for its threads: one may wait for minutes for a
-    # process group that never comes. The engine thread is inside torch, which is not torn down under it.
+    # Exit here: the end of the event loop would wait for its threads, and one may wait minutes for a process
+    # group. The engine thread is inside torch, which must not be torn down while it runs.
     os._exit(0)
 
 

@@ -24,7 +24,7 @@ from slime.wire.protocol import shown
 
 _PREFIX = "base_model.model."
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
-# What would change the meaning of the factors; peft's neutral values.
+# Settings that would change the meaning of the factors -> peft's neutral values.
 _NEUTRAL: dict[str, Any] = {
     "use_rslora": False,
     "use_dora": False,
@@ -37,7 +37,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 def scale_of(config: Any) -> float:
-    """Return what the factors' product is multiplied with, from peft's config."""
+    """Return the factor of the factors' product, from peft's config."""
     if not isinstance(config, Mapping) or config.get("peft_type") != "LORA":
         raise BadWeights("config_dict must be the adapter_config.json of a LORA adapter")
     for name, neutral in _NEUTRAL.items():
@@ -60,11 +60,11 @@ class AdaptedWeights:
     def __init__(self, model: nn.Module):
         self._model = model
         self._base: dict[str, torch.Tensor] = {}  # weight name -> its values without adapters, on the CPU
-        self._factors: dict[str, torch.Tensor] = {}  # as they came
-        self.name: str | None = None  # how requests call them; None: there are none
+        self._factors: dict[str, torch.Tensor] = {}  # unchanged
+        self.name: str | None = None  # name in requests; None: there are none
 
     def forget(self) -> None:
-        """The model got other weights: they are what adapters would now be added to."""
+        """Drop the adapters: the model got other weights, to which adapters are now added."""
         self._base, self._factors, self.name = {}, {}, None
 
     def check(self, source: Source) -> None:
@@ -75,12 +75,12 @@ class AdaptedWeights:
             weight, factor = _split(name)
             if weight not in parameters or len(shape) != 2:
                 raise BadWeights(
-                    f"adapter tensor {name} of shape {list(shape)} belongs to no layer of this model"
+                    f"adapter tensor {name} of shape {list(shape)} matches no layer of this model"
                 )
             pairs.setdefault(weight, {})[factor] = shape
         for weight, shapes in pairs.items():
             if len(shapes) != 2:
-                raise BadWeights(f"of {weight} only one adapter factor came")
+                raise BadWeights(f"{weight} has only one adapter factor")
             (rank_a, columns), (rows, rank_b) = (shapes[factor] for factor in _FACTORS)
             if rank_a != rank_b or (rows, columns) != tuple(parameters[weight].shape):
                 raise BadWeights(
@@ -90,7 +90,7 @@ class AdaptedWeights:
 
     @torch.no_grad()
     def check_finite(self, source: Source) -> None:
-        """Raise BadWeights at the first factor with a value that is no finite number."""
+        """Raise BadWeights at the first factor with a value that is not finite."""
         for name, tensor in source.tensors():
             refuse_non_finite(name, tensor, torch.float32)
 
@@ -115,20 +115,20 @@ class AdaptedWeights:
         return len(factors), sum(tensor.nbytes for tensor in factors.values())
 
     def differing(self, source: Source) -> list[str]:
-        """Names of factors whose bytes differ from the source's, or that only one side has."""
+        """Return names of factors whose bytes differ from the source's, or that only one side has."""
         given, own = dict(source.tensors()), self._factors
         changed = {name for name in given.keys() & own.keys() if not same_bytes(own[name], given[name])}
         return sorted(changed | (given.keys() ^ own.keys()))
 
     def checksums(self, of_weights: Mapping[str, int]) -> dict[str, int]:
-        """Checksums of the plain weights and the factors: equal on any machine; products need not be."""
+        """Return checksums of plain weights and factors, equal on any machine, unlike those of products."""
         own = {**self._base, **self._factors}
         return {**of_weights, **{name: byte_checksum(tensor_bytes(t)) for name, t in own.items()}}
 
 
 def _split(name: str) -> tuple[str, str]:
-    """(name of the layer's weight, which factor) of `base_model.model.layers.0.q_proj.lora_A.weight`."""
+    """Split `base_model.model.layers.0.q_proj.lora_A.weight` into the layer's weight and the factor."""
     for factor in _FACTORS:
         if name.startswith(_PREFIX) and name.endswith(factor):
             return name.removeprefix(_PREFIX).removesuffix(factor) + ".weight", factor
-    raise BadWeights(f"tensor {name} is no factor of a low-rank adapter")
+    raise BadWeights(f"tensor {name} is not a factor of a low-rank adapter")

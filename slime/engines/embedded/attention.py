@@ -24,12 +24,12 @@ NAME = "slime_paged"
 class DecodeGroup:
     """Tokens `start..start+count` of the row: the newest token of `count` sequences.
 
-    `in_place`: a kernel reads keys where they lie; else they are copied, padded to the longest sequence.
+    `in_place`: a kernel reads keys in their pages; else they are copied, padded to the longest sequence.
     """
 
     start: int
     count: int
-    table: Tensor  # [count, W] int32 pages of each sequence; those after its length mean nothing
+    table: Tensor  # [count, W] int32 pages of each sequence; entries after its length are unused
     lengths: Tensor  # [count] int32 tokens whose keys are in the pool, the newest included
     in_place: bool
 
@@ -57,7 +57,7 @@ class BatchPlan:
     logit_index: Tensor  # [N]
     decode: tuple[DecodeGroup | SpanGroup, ...]
     prefill: tuple[PrefillGroup, ...]
-    grid: Tensor | None = None  # [3, 1, T] positions of families that have grids; None: `positions`
+    grid: Tensor | None = None  # [3, 1, T] positions of families with grids; None: `positions`
     images: tuple[ImageRows, ...] = ()  # in the order of their rows
 
     @property
@@ -100,8 +100,8 @@ class KVPool:
     ):
         self.block_size = block_size
         rows = num_blocks * block_size
-        # Zeroed by hand: masked garbage would still poison a row through 0 * NaN; and what does not fit fails
-        # now, not later.
+        # Zeroed, because masked garbage would spoil a row through 0 * NaN, and so that a lack of memory fails
+        # now.
         self.keys, self.values = (
             {
                 layer: torch.empty((rows, shape.heads, width(shape)), dtype=dtype, device=device).zero_()
@@ -139,7 +139,7 @@ def paged_attention(
         pool.shapes[module.layer_idx] = KVShape(k.shape[1], k.shape[2], v.shape[2])
         pool.plain &= variant is PLAIN
         return v.new_zeros(1, *q.shape[:2], v.shape[2]), None
-    assert plan is not None, "only a probe comes without a plan"
+    assert plan is not None, "only a probe has no plan"
     keys, values = pool.keys[module.layer_idx], pool.values[module.layer_idx]
     keys.index_copy_(0, plan.write_rows, k)
     values.index_copy_(0, plan.write_rows, v)
@@ -192,8 +192,8 @@ def attend_to_copies(
         for pool in (keys, values)
     )
     if variant is PLAIN:
-        # The query heads that share a key head stand where a kernel expects
-        # query positions: they share a mask too.
+        # Query heads that share a key head take the place of query positions in the kernel: they share a
+        # mask, too.
         q = query.reshape(count, kv_heads, -1, query.shape[2])
         out = scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale)
     else:

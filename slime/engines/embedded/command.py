@@ -32,12 +32,12 @@ def run_command(args: Args, site: EngineSite) -> Command:
 
 
 def run_environment(args: Args, site: EngineSite) -> dict[str, str]:
-    """Return variables of the engine's process: it needs none."""
+    """Return variables of the engine's process: none."""
     return {}
 
 
 def num_threads(model: Path, cores: int) -> int:
-    """Return how many threads an engine computes with; sharing the products of a tiny model costs time."""
+    """Return an engine's number of threads; splitting the products of a tiny model costs time."""
     is_tiny = model.is_dir() and 0 < sum(file.stat().st_size for file in all_files(model)) <= _TINY_BYTES
     return 1 if is_tiny else cores
 
@@ -56,7 +56,7 @@ def embedded_command(
     fp8_block: Sequence[int] | None = None,
     host: str = "127.0.0.1",
 ) -> Command:
-    """The command of an engine: it gets the port to bind (0: any), the ready file and the life pipe's fd."""
+    """Return an engine's command: it gets the port to bind (0: any), a ready file and the life pipe's fd."""
 
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
         options = {

@@ -28,10 +28,10 @@ from slime.wire.control import TAGS, PauseMode
 logger = logging.getLogger(__name__)
 
 NOT_FINITE = "NotFinite"
-# Of one request that asks which ids each token was drawn from: 64 MiB, and as much again in the answer.
+# Limit for a request that asks for the ids of each draw: 64 MiB, and the same again in the response.
 MAX_KEPT_IDS = 1 << 24
 _PREFILL_BUDGET = {"cpu": 2048, "cuda": 8192}  # tokens of prompts in one pass
-# A pass with a prompt in it is launched kernel by kernel, and takes as long as several that are replayed.
+# A pass with a prompt is launched kernel by kernel, and takes as long as several replayed passes.
 _RECORDED_PASSES = 16
 
 
@@ -47,19 +47,18 @@ class Engine:
     paused: PauseMode | None = None
     released: set[str] = field(default_factory=set)
     num_generated_tokens: int = 0
-    forward_s: float = 0.0  # in forward passes and sampling: what an engine is for
+    forward_s: float = 0.0  # seconds in forward passes and sampling
 
     def __post_init__(self) -> None:
         self.weights = WeightStore(self.runner.model, self.runner.fp8_block, self.runner.hub_names)
         self.adapters = AdaptedWeights(self.runner.model)
-        # (version, names that have come) of weights that come bucket by bucket; None: the model is whole.
+        # (version, names received) of weights that arrive bucket by bucket; None: the model is complete.
         self._arriving: tuple[str, set[str]] | None = None
-        self.scoring: deque[Sequence] = deque()  # inputs to score, each a pass of its own before the next one
+        self.scoring: deque[Sequence] = deque()  # inputs to score, each in a pass of its own
         self._make_scheduler()
 
     def _make_scheduler(self) -> None:
-        # One at a time: each request is computed alone, to the same bits
-        # whatever came before it or waits beside it.
+        # One at a time: each request is computed alone, so its bits do not depend on other requests.
         self.allocator = BlockAllocator(
             self.runner.num_blocks, self.runner.block_size, reuse=self.max_running > 1
         )
@@ -85,7 +84,7 @@ class Engine:
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and output of one request together."""
+        """Longest prompt and output of one request together."""
         return min(self.runner.context_len, self.runner.num_blocks * self.runner.block_size)
 
     @property
@@ -95,7 +94,7 @@ class Engine:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some weights are of the next version already; requests then wait until all are."""
+        """Whether some weights are already of the next version; requests then wait for the rest."""
         return self._arriving is not None
 
     @property
@@ -105,7 +104,7 @@ class Engine:
     # -- requests --------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> list[Sequence]:
-        """Queue a request. Returns it when it is finished already: one that asks for no token."""
+        """Queue a request; return it if it is already finished, because it requests no token."""
         sequence.enter_version(self.version)
         if sequence.scored:
             self.scoring.append(sequence)
@@ -117,7 +116,7 @@ class Engine:
         return []
 
     def step(self) -> list[Sequence]:
-        """One forward pass. Returns who has news for its client: finished, failed and streamed sequences."""
+        """Run one forward pass; return sequences with news for clients: finished, failed or streamed."""
         if self.scoring:
             return self._score(self.scoring.popleft())
         try:
@@ -176,7 +175,7 @@ class Engine:
     def _fail(self, sequences: Iterable[Sequence], error: Exception) -> list[Sequence]:
         """Fail the sequences of a pass that raised; raise if the device can no longer be used."""
         logger.error("A step and its requests failed; the engine continues.", exc_info=error)
-        members = list(sequences)  # some may have ended before it raised: they are heard too
+        members = list(sequences)  # some may have finished before the error: they are reported, too
         for sequence in members:
             if sequence.slot >= 0:
                 self.scheduler.forget(sequence)
@@ -184,7 +183,7 @@ class Engine:
                 sequence.finish = failure(
                     500, f"a step failed: {type(error).__name__}: {error}"[:1000], "StepFailed"
                 )
-        self.allocator.flush()  # pages count as computed as soon as a prompt is in a pass
+        self.allocator.flush()  # pages count as computed once their prompt is in a pass
         self.runner.check_device()
         return members
 
@@ -197,7 +196,7 @@ class Engine:
         return self._fail(everyone, error)
 
     def _wipe_cache(self) -> None:
-        """Zero the pool: a NaN spoils whoever reads its page next, even under a mask."""
+        """Zero the pool: a NaN in a page spoils the next sequence that reads it, even under a mask."""
         self.scheduler.retract_all()
         self.allocator.flush()
         if self.runner.pool is not None:
@@ -223,7 +222,7 @@ class Engine:
         return {"type": "length", "length": count} if count >= sequence.max_new_tokens else None
 
     def abort(self, rid: str | None, *, prefix: bool = False) -> list[Sequence]:
-        """End the requests of that id, or all for None; each keeps what it has made.
+        """End the requests with that id, or all for None; each keeps its tokens.
 
         `prefix`: all whose ids begin with it.
         """
@@ -264,7 +263,7 @@ class Engine:
         return self._change_weights(apply, version)
 
     def update_part(self, source: Source, version: str) -> tuple[int, int]:
-        """Replace some parameters. `version` is held once every parameter has come under that name."""
+        """Replace some parameters. `version` is complete once every parameter has arrived under that name."""
         self._refuse_without_memory()
         self.weights.check_part(source)
         self.weights.check_finite(source)
@@ -277,7 +276,7 @@ class Engine:
         return counts if self.weights.missing(names) else self._change_weights(lambda: counts, version)
 
     def update_adapter(self, source: Source, scale: float, name: str, version: str) -> tuple[int, int]:
-        """Replace the adapters that are added to the weights the model was loaded with, or was last given."""
+        """Replace the adapters that are added to the weights from the start or from the last update."""
         self._refuse_without_memory()
         self.adapters.check(source)
         return self._change_weights(lambda: self.adapters.apply(source, scale, name), version)
@@ -289,7 +288,7 @@ class Engine:
             )
 
     def _change_weights(self, apply: Callable[[], tuple[int, int]], version: str) -> tuple[int, int]:
-        self.awaiting_weights = True  # should the copy fail half-way, nothing is served from the mixture
+        self.awaiting_weights = True  # if the copy fails half-way, the mixture is never served
         counts = apply()
         self.allocator.flush()
         self.runner.features.clear()
@@ -309,7 +308,7 @@ class Engine:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def release(self, tags: Iterable[str]) -> None:
-        """Free memory. Nothing is generated until all of it is resumed; requests are then computed again."""
+        """Free memory. Nothing is generated until all of it is resumed; requests are then recomputed."""
         tags = set(tags)
         if "kv_cache" in tags - self.released:
             self.scheduler.retract_all()
@@ -330,7 +329,7 @@ class Engine:
     # -- state -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Counters and state for /server_info."""
+        """Return counters and state for /server_info."""
         pool = self.runner.pool
         return {
             "weight_version": self.version,

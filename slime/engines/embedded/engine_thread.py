@@ -23,7 +23,7 @@ CRASHED = 70  # exit status of an engine whose device is lost
 
 
 class Listener:
-    """The asyncio side of one request: `wait` returns the sequences that have news, as soon as some have."""
+    """The asyncio side of one request: `wait` returns sequences with news, as soon as there are any."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -86,14 +86,14 @@ class EngineLoop:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function(*arguments))
-                except Exception as error:  # the caller gets it: a refused update must not end the engine
+                except Exception as error:  # raised in the caller: a refused update must not end the engine
                     future.set_exception(error)
 
         self._post(work)
         return await asyncio.wrap_future(future)
 
-    async def call_and_tell(self, function: Callable[..., list[Sequence]], *arguments: Any) -> None:
-        """Like `call`, for functions that end sequences: their listeners hear of it."""
+    async def call_and_notify(self, function: Callable[..., list[Sequence]], *arguments: Any) -> None:
+        """Like `call`, for functions that end sequences; their listeners are notified."""
         self._notify(await self.call(function, *arguments))
 
     def _post(self, work: Callable[[], None]) -> None:
@@ -131,7 +131,7 @@ class EngineLoop:
             os._exit(CRASHED)
 
     def _empty_inbox(self) -> None:
-        """Do what waits; sleep while there is nothing else to do."""
+        """Run the waiting commands; sleep while there is no other work."""
         with self._wake:
             while not self._inbox and not self.engine.can_step:
                 self._wake.wait()

@@ -17,9 +17,9 @@ FIELDS = (
     *("input_ids", "text", "image_data", "sampling_params", "return_logprob", "logprob_start_len"),
     *("stream", "rid"),
 )
-MAX_SCORED_LOGITS = 1 << 30  # tokens x vocabulary of one scored input, which stand in memory at once
+MAX_SCORED_LOGITS = 1 << 30  # tokens x vocabulary of one scored input, which are in memory at once
 MAX_SEQUENCES = 4096  # prompts x n of one request
-MAX_STOPS, MAX_STOP_CHARACTERS = 1024, 1024  # all of them are looked for after every token
+MAX_STOPS, MAX_STOP_CHARACTERS = 1024, 1024  # all are searched after every token
 
 
 class BadRequest(ValueError):
@@ -35,7 +35,7 @@ class RequestFailed(Exception):
 
 
 def raise_failure(sequences: list[Sequence]) -> None:
-    """One answer for all of a request: the first that failed is it."""
+    """Raise the error of the first failed sequence, as the response to the whole request."""
     for sequence in sequences:
         if sequence.failed and sequence.finish is not None:
             why = sequence.finish
@@ -58,7 +58,7 @@ class RequestLimits:
 
 
 class RequestReader:
-    """Turns the body of /generate into sequences. `seed` decides the seeds of requests that bring none."""
+    """Turns the body of /generate into sequences. `seed` is the source of seeds for requests without one."""
 
     def __init__(
         self, limits: RequestLimits, detokenizer: Detokenizer, seed: int, images: ImageReader | None = None
@@ -69,7 +69,7 @@ class RequestReader:
         self._random = random.Random(seed)
 
     def read(self, body: Mapping[str, Any]) -> tuple[list[Sequence], bool]:
-        """The sequences (prompt-major, n per prompt) and whether the answer is a list."""
+        """Return the sequences (prompt-major, n per prompt), and whether the response is a list."""
         _refuse_other_fields(body)
         prompts, is_batch = self._prompts(body)
         pictured = self._pictured(prompts, body.get("image_data"), is_batch)
@@ -78,7 +78,7 @@ class RequestReader:
         _check_count(sum(sampling.n for sampling in read))
         stream, return_logprob = read_flag(body, "stream"), read_flag(body, "return_logprob")
         if stream and any(sampling.n > 1 for sampling in read):
-            raise BadRequest("stream is true: it takes n = 1")
+            raise BadRequest("stream is true: it requires n = 1")
         scored = _wants_score(body)
         sequences = []
         for prompt, sampling, rid in zip(
@@ -88,7 +88,7 @@ class RequestReader:
                 self._check_scored(prompt.ids, sampling, return_logprob)
             room, wanted = self.limits.max_tokens - len(prompt.ids), sampling.max_new_tokens
             wanted = room if wanted is None else min(wanted, room)
-            rid = rid or secrets.token_hex(16)  # of all n samples: one abort ends them all
+            rid = rid or secrets.token_hex(16)  # shared by all n samples: one abort ends them all
             for index in range(sampling.n):
                 seed = sampling.sampling_seed
                 seed = self._random.getrandbits(63) if seed is None else seed
@@ -121,7 +121,7 @@ class RequestReader:
         return prompts, is_batch
 
     def _pictured(self, prompts: list[list[int]], data: Any, is_batch: bool) -> list[ImagePrompt]:
-        """Prompts with their images expanded; `data` has a list of images for each prompt of a batch."""
+        """Expand the images of prompts; `data` has a list of images for each prompt of a batch."""
         if self._images is None:
             if data:
                 raise BadRequest("image_data: this engine's model reads text only")
@@ -138,7 +138,7 @@ class RequestReader:
         return made
 
     def encode(self, text: Any, *, special: bool = True, name: str = "text") -> list[int]:
-        """The ids of a text; one that cannot fit the context is refused before it is split into tokens."""
+        """Return the ids of a text; a text that cannot fit the context is refused before it is tokenised."""
         if not isinstance(text, str) or not text:
             raise BadRequest(f"{name} must be a string that is not empty")
         if self.detokenizer.tokenizer is None:
@@ -152,7 +152,7 @@ class RequestReader:
         return prompt
 
     def _check_length(self, least: float) -> None:
-        """`least`: how many tokens an input has, or cannot be less than."""
+        """Check a length; `least`: the number of tokens, or a lower bound of it."""
         if least >= self.limits.max_tokens:
             short = self.limits.max_tokens < self.limits.context_len
             bound = "the size of the KV pool" if short else "the model's context length"
@@ -192,7 +192,7 @@ class RequestReader:
             )
         if sampling.min_new_tokens and len(self._stop_ids(sampling)) >= self.limits.vocab_size:
             raise BadRequest(
-                "every token of the vocabulary stops, and min_new_tokens forbids that: none could be drawn"
+                "every token is a stop token, but min_new_tokens forbids them: none could be drawn"
             )
         return sampling
 
@@ -216,7 +216,7 @@ class RequestReader:
 def _check_count(count: int) -> None:
     if count > MAX_SEQUENCES:
         raise BadRequest(
-            f"the request asks for {shown(count)} answers (prompts x n): at most {MAX_SEQUENCES}"
+            f"the request asks for {shown(count)} responses (prompts x n): at most {MAX_SEQUENCES}"
         )
 
 
@@ -261,8 +261,8 @@ def text_of(body: Mapping[str, Any], name: str) -> str:
 
 
 def answer_json(sequence: Sequence, detokenizer: Detokenizer) -> dict[str, Any]:
-    """The answer, or a cumulative stream chunk while `finish` is None."""
-    finish = sequence.finish  # read first: a chunk must not claim an end that came after its tokens
+    """Return the response, or a cumulative stream chunk while `finish` is None."""
+    finish = sequence.finish  # read first: a chunk must not report an end that is later than its tokens
     count = len(sequence.log_probs)
     output = sequence.output[:count]
     version = sequence.versions[-1][0] if sequence.versions else "default"

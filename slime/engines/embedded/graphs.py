@@ -25,8 +25,8 @@ _ROPES_BY_LENGTH = ("dynamic", "longrope")
 def decides_on_host(config: Any) -> bool:
     """Return whether models of such a configuration read numbers back from the device within a pass.
 
-    Experts count their tokens, and some rotary positions depend on the longest sequence: a record of such a
-    pass would be of one case.
+    Experts count their tokens, and some rotary positions depend on the longest sequence: a recording of such
+    a pass would hold for one case only.
     """
     values = config.to_dict()
     ropes = [values.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
@@ -46,20 +46,20 @@ class DecodeGraphs:
         self._lengths = torch.ones(rows, dtype=torch.int32, device=device)
         self._table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self._order = torch.arange(rows, device=device)
-        # By number of rows: what computes the logits from the buffers.
+        # By number of rows: the function that computes the logits from the buffers.
         self._replays: dict[int, Callable[[], torch.Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def run(self, plan: BatchPlan) -> torch.Tensor | None:
-        """Logits of a pass that only decodes, to be read before the next one; None: it cannot be recorded."""
+        """Return logits of a decode pass, valid until the next one; None: it cannot be recorded."""
         group = plan.decode[0]
-        assert isinstance(group, DecodeGroup), "spans have another shape in every pass"
+        assert isinstance(group, DecodeGroup), "spans have a different shape in every pass"
         size = bucket_of(group.count)
         self._fill(plan, group, size)
         if size not in self._replays:
             try:
                 self._replays[size] = self._record(size)
-            except Exception as error:  # it runs kernel by kernel, as a pass with a prompt does
+            except Exception as error:  # it runs kernel by kernel, like a pass with a prompt
                 logger.warning(
                     "Decoding runs without CUDA graphs and is slower: %s: %s", type(error).__name__, error
                 )
@@ -88,8 +88,8 @@ class DecodeGraphs:
         )
         if self.device.type != "cuda":
             return lambda: self.forward(plan)
-        # Once without a record: kernels are compiled and libraries get their workspaces. It writes the keys
-        # that the replay will write again.
+        # Run once without recording: kernels are compiled and libraries get workspaces. The replay writes the
+        # same keys again.
         current, aside = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
@@ -107,5 +107,5 @@ class DecodeGraphs:
 
 
 def bucket_of(count: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (count - 1).bit_length()

@@ -45,12 +45,12 @@ from slime.wire.protocol import shown
 
 _DIALECT = ENGINES["embedded"].dialect
 
-_MAX_BODY_BYTES = 32 << 20  # JSON is read in one go, and nobody else is served meanwhile: a second at most
+_MAX_BODY_BYTES = 32 << 20  # JSON is parsed in one piece, which blocks all other requests: a second at most
 _BODY_DEADLINE_S = 120.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Generate = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
-Control = Callable[[dict[str, Any]], Awaitable[Any]]  # the body of a request -> that of the answer
+Control = Callable[[dict[str, Any]], Awaitable[Any]]  # body of a request -> body of the response
 
 
 class Server:
@@ -73,7 +73,7 @@ class Server:
         self.reader = RequestReader(limits, engine.detokenizer, seed, images)
         self.groups = UpdateGroups(runner.device)
         self.loop = EngineLoop(engine)
-        # Of its own: whoever waits for weights takes a thread for long, and requests must not wait for that.
+        # Separate threads: a wait for weights occupies one for long, and requests must not wait for it.
         self._reading = ThreadPoolExecutor(1, "requests")
 
     def make_app(self) -> web.Application:
@@ -136,7 +136,7 @@ class Server:
         return web.json_response(answers if is_list else answers[0])
 
     async def _accept(self, body: dict[str, Any]) -> tuple[list[Sequence], bool]:
-        """The sequences that a body of /generate asks for; RequestFailed where none can be served now."""
+        """Return the sequences of a /generate body; RequestFailed if none can be served now."""
         if self.engine.awaiting_weights:
             raise RequestFailed(503, "the engine waits for its first weights")
         if self.engine.released:
@@ -150,9 +150,8 @@ class Server:
     async def _stream(
         self, request: web.Request, sequences: list[Sequence], is_list: bool
     ) -> web.StreamResponse:
-        """Events of all sequences of a request as they come; those of a list say whose they are by `index`.
-
-        Of a list, one that failed has no last event: whoever asks for it alone learns why.
+        """Yield events of all sequences of a request as they come; those of a list have an `index`. A failed
+        member of a list has no last event: a request for it alone returns the error.
         """
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -175,7 +174,7 @@ class Server:
                     if not chunks:
                         raise_failure(sequences)
                     await response.prepare(request)
-                elif not chunks and not is_list:  # what was sent cannot be taken back
+                elif not chunks and not is_list:  # events that were sent cannot be revoked
                     if request.transport is not None:
                         request.transport.abort()
                     return response
@@ -188,14 +187,14 @@ class Server:
         is_rid = isinstance(rid, str) and isinstance(prefix, bool) and (rid or not prefix)
         if not is_rid and not body.get("abort_all"):
             raise BadRequest('give "rid": string, not empty with "prefix": true, or "abort_all": true')
-        await self.loop.call_and_tell(functools.partial(self.engine.abort, prefix=prefix), rid)
+        await self.loop.call_and_notify(functools.partial(self.engine.abort, prefix=prefix), rid)
         return web.Response()
 
     async def pause_generation(self, body: dict[str, Any]) -> Any:
         mode = body.get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise BadRequest(f"mode is {shown(mode)}: expected one of {PAUSE_MODES}")
-        await self.loop.call_and_tell(self.engine.pause, mode)
+        await self.loop.call_and_notify(self.engine.pause, mode)
         return {"status": "ok"}
 
     async def continue_generation(self, body: dict[str, Any]) -> Any:
@@ -208,10 +207,10 @@ class Server:
         return web.Response(status=200 if self.loop.alive else 503)
 
     async def health_generate(self, body: dict[str, Any]) -> web.Response:
-        """One token through the whole engine.
+        """Generate one token with the whole engine.
 
         A busy engine shows it by its next forward pass, without queueing behind thousands of requests; one
-        that may not generate now (paused, released, without weights) only has to answer between steps.
+        that may not generate now (paused, released, without weights) only has to reply between steps.
         """
         engine = self.engine
         if engine.paused or engine.released or engine.awaiting_weights or engine.is_mixed:
@@ -266,7 +265,7 @@ class Server:
         held: WeightStore | AdaptedWeights,
         apply: Callable[[Source], tuple[int, int]],
     ) -> tuple[int, int]:
-        """Open and check while others generate; only the copy stops them. Returns (tensors, bytes)."""
+        """Open and verify while requests generate; only the copy pauses them. Returns (tensors, bytes)."""
 
         def checked() -> Source:
             source = open_source()
@@ -294,7 +293,7 @@ class Server:
         return _updated(manifest.version, count, manifest.nbytes, manifest.checksum)
 
     async def load_adapter(self, body: dict[str, Any]) -> Any:
-        """Low-rank adapters, by a manifest; all requests get them, whether or not they name them."""
+        """Load low-rank adapters from a manifest; all requests use them, whether or not they name them."""
         manifest, name = await _read_manifest(body.get("manifest")), text_of(body, "lora_name")
         scale, engine = scale_of(body.get("config_dict")), self.engine
         count, _ = await self._update(
@@ -322,7 +321,7 @@ class Server:
         return {"success": True, "message": f"{name} is left"}
 
     async def update_weights_from_group(self, body: dict[str, Any]) -> Any:
-        """One bucket. It comes while others generate; its copy stops them until the last bucket is in."""
+        """Receive one bucket while requests generate; its copy pauses them until the last bucket."""
         version = str(body.get("weight_version") or self.engine.version)
         group, bucket = text_of(body, "group_name"), read_bucket(body)
         tensors = await asyncio.to_thread(self.groups.receive, group, bucket)
@@ -332,7 +331,7 @@ class Server:
     async def update_weight_version(self, body: dict[str, Any]) -> Any:
         version = text_of(body, "new_version")
         if body.get("abort_all_requests"):
-            await self.loop.call_and_tell(self.engine.abort, None)
+            await self.loop.call_and_notify(self.engine.abort, None)
         await self.loop.call(self.engine.set_version, version)
         return {"success": True, "message": f"weight version is now {version}"}
 
@@ -364,7 +363,7 @@ class Server:
 
 
 def make_static_info(engine: Engine, model_path: str, version: str) -> dict[str, Any]:
-    """The part of /server_info that does not change."""
+    """Return the part of /server_info that does not change."""
     runner = engine.runner
     return {
         "engine": _DIALECT.name,
@@ -399,13 +398,13 @@ def _updated(version: str, count: int, nbytes: int, checksum: int | None) -> dic
 async def _read_json(request: web.Request) -> dict[str, Any]:
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise web.HTTPUnsupportedMediaType(
-            text="compressed bodies are not taken: a small one may unfold to any size\n"
+            text="compressed bodies are not accepted: a small one may expand to any size\n"
         )
     try:
         async with asyncio.timeout(_BODY_DEADLINE_S):
             raw = await request.read()
     except TimeoutError:
-        raise web.HTTPRequestTimeout(text=f"the body did not come within {_BODY_DEADLINE_S:g} s\n") from None
+        raise web.HTTPRequestTimeout(text=f"the body took more than {_BODY_DEADLINE_S:g} s\n") from None
     try:
         body = json.loads(raw or b"{}", parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -416,11 +415,11 @@ async def _read_json(request: web.Request) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 async def _read_manifest(data: Any) -> WeightManifest:
-    """Read on another thread: that of a large model has tens of thousands of entries."""
+    """Read a manifest on another thread: a large model's has tens of thousands of entries."""
     try:
         return await asyncio.to_thread(WeightManifest.from_json, data)
     except ValueError as error:

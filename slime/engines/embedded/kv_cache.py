@@ -19,27 +19,27 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int, block_size: int, *, reuse: bool = True):
         self.num_blocks = num_blocks
-        self.reuse = reuse  # False: nothing is kept, so that what a request computes never depends on others
+        self.reuse = reuse  # False: nothing is kept, so that results never depend on other requests
         self.block_size = block_size
         self._free: deque[int] = deque(range(1, num_blocks + 1))
         self._holders = [0] * (num_blocks + 1)
         self._by_key: dict[_Key, int] = {}
-        # The serial names the content of a page for the pages after it; it is never reused.
+        # The serial identifies the content of a page for the pages after it; it is never reused.
         self._cached: dict[int, tuple[_Key, int]] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and unused, oldest first
         self._next_serial = _ROOT + 1
-        self.epoch = 0  # counts flushes: content written before one must not be kept after it
+        self.epoch = 0  # counts flushes: content written before a flush must not be kept after it
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out now, idle cached ones included."""
+        """Number of blocks that can be allocated now, including idle cached ones."""
         return len(self._free) + len(self._idle)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def take(self, count: int) -> list[int]:
-        assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
+        assert count <= self.num_free, f"{count} blocks requested, {self.num_free} free"
         return [self._take_one() for _ in range(count)]
 
     def _take_one(self) -> int:
@@ -53,7 +53,7 @@ class BlockAllocator:
         return block
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """The longest run of kept blocks that `tokens` starts with; `hold` them before any `take`.
+        """Return the longest run of kept blocks with which `tokens` starts; `hold` them before any `take`.
 
         At least one token is left over: its forward pass gives the first logits.
         """
@@ -85,7 +85,7 @@ class BlockAllocator:
                 self._cached[block] = key, self._next_serial
                 self._next_serial += 1
             if known is None:
-                # This block already stands for other content after a flush: nothing to hang the rest on.
+                # After a flush this block has other content, so the following blocks cannot be chained to it.
                 return
             _, serial = self._cached[known]
 

@@ -19,16 +19,16 @@ from slime.engines.embedded.sequence import Sequence
 from slime.wire.openai_shapes import log_prob_entries
 from slime.wire.protocol import shown
 
-# Reads the body of /generate, and refuses what cannot be served now.
+# Parses the body of /generate, and refuses requests that cannot be served now.
 Accept = Callable[[dict[str, Any]], Awaitable[tuple[list[Sequence], bool]]]
 
-_MAX_TOKENS = 16  # of a completion that names no limit, as in OpenAI's API
+_MAX_TOKENS = 16  # default limit of a completion, as in OpenAI's API
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "no_stop_trim", "n"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty", "skip_special_tokens"),
     *("spaces_between_special_tokens", "custom_params"),
 )
-# Their sampling parameters -> ours; of two that mean the same the later one wins.
+# OpenAI's sampling parameters -> ours; of two synonyms the later one wins.
 _SAMPLING = {
     **{name: name for name in _SAME},
     "max_tokens": "max_new_tokens",
@@ -36,7 +36,7 @@ _SAMPLING = {
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
 }
-# Fields that are read below, and fields that ask for nothing here.
+# Fields that are read below, and fields without an effect here.
 _OTHERS = frozenset(
     (
         *("model", "messages", "prompt", "stream", "stream_options", "logprobs", "tools", "rid"),
@@ -76,7 +76,7 @@ class OpenAIApi:
         log_probs = body.get("logprobs")
         if log_probs not in (None, 0, 1):
             raise BadRequest(
-                f"logprobs is {shown(log_probs)}: of each token its own log-prob is known; use 0 or 1"
+                f"logprobs is {shown(log_probs)}: only the sampled token's log-prob is known; use 0 or 1"
             )
         in_thread = asyncio.get_running_loop().run_in_executor
         prompts = await in_thread(self._threads, self._prompts, body.get("prompt"))
@@ -104,21 +104,21 @@ class OpenAIApi:
                 "continue_final_message": continues,
             }
             text: str = tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             why = shown(f"{type(error).__name__}: {error}")
-            raise BadRequest(f"the model's chat template does not take these messages: {why}") from error
+            raise BadRequest(f"the model's chat template refuses these messages: {why}") from error
         return self._reader.encode(text, special=False, name="messages")
 
     async def _serve(
         self, body: dict[str, Any], native: dict[str, Any], *, is_chat: bool, log_probs: bool
     ) -> web.StreamResponse:
-        """Answer a request whose prompts are in `native`, the body of /generate."""
+        """Respond to a request whose prompts are in `native`, the body of /generate."""
         _refuse_others(body)
         stream, options = read_flag(body, "stream"), body.get("stream_options") or {}
         model = body.get("model") or self._model
         if not isinstance(model, str) or not isinstance(options, dict):
             raise BadRequest("model must be a string, and stream_options an object")
-        # A chat without a limit goes to the end of the context.
+        # A chat without a limit may use the whole context.
         sampling = {ours: body[name] for name, ours in _SAMPLING.items() if body.get(name) is not None}
         native |= {"sampling_params": {"max_new_tokens": None, **sampling}, "return_logprob": True}
         native |= {"rid": body.get("rid"), "lora_path": body.get("lora_path")}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 _LARGE_MATRIX = 1 << 16
-_MEMORY_SHARE = 0.25  # of the machine's free memory: larger models stay as they are stored
-_PACKED_FOR = 48  # rows; for one or two the library would leave a matrix as it is
+_MEMORY_SHARE = 0.25  # share of the machine's free memory: larger models are not packed
+_PACKED_FOR = 48  # rows; for one or two the library does not pack a matrix
 
 
 class PackedMatrices:
@@ -42,7 +42,8 @@ class PackedMatrices:
             self._packed.pop(layer, None)  # frees the memory before the next copy is made
             packed = torch.ops.mkl._mkl_reorder_linear_weight(layer.weight.detach(), _PACKED_FOR)
             self._packed[layer] = layer.weight._version, packed
-        # Told that it was packed for this many rows, torch takes the copy, which is right for any number.
+        # torch accepts the copy only for the number of rows that it was packed for; the copy is valid for
+        # any.
         count = rows.numel() // layer.in_features
         product: Tensor = torch.ops.mkl._mkl_linear(rows, packed, layer.weight.detach(), layer.bias, count)
         return product

@@ -18,12 +18,13 @@ from slime.engines.embedded.row_spans import SpanGroup
 from slime.engines.embedded.sampler import SampleRows
 from slime.engines.embedded.sequence import Sequence
 
-# Below this many gathered bytes per layer, one padded decode group is cheaper than several exact ones: what
-# counts on a GPU is the number of kernels.
+# Below this many gathered bytes per layer, one padded decode group is cheaper than several exact ones: on a
+# GPU the number of kernels decides.
 _SPLIT_DECODE_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
-# Below this many, each token of a short prompt is a row of the decode group: then that is all of a pass.
+# Below this many tokens, each token of a short prompt is a row of the decode group, the only group of the
+# pass.
 _PROMPTS_AS_ROWS_BYTES = {"cpu": 4 << 20, "cuda": 0}
-_SPANS_SAVE = 4  # tokens of one prompt read much the same keys, which spans gather once
+_SPANS_SAVE = 4  # tokens of one prompt read nearly the same keys, which spans gather once
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,14 @@ class Pass:
     """One forward pass: the plan for the model, and the sequences that get a token, in order of logits."""
 
     plan: BatchPlan
-    samplers: list[Sequence]  # first the decoding ones, then those whose prompt ends in this pass
+    samplers: list[Sequence]  # first decoding sequences, then those whose prompt ends in this pass
     num_decoding: int
     chunks: list[Chunk]
     rows: SampleRows
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Everyone who takes part."""
+        """Return all sequences of the pass."""
         return list(dict.fromkeys([*self.samplers, *(chunk.sequence for chunk in self.chunks)]))
 
 
@@ -105,11 +106,11 @@ class PassLayout:
     slots: SlotTable
     block_size: int
     row_bytes: int
-    dtype: torch.dtype  # of the keys; a mask of another type would send attention down a slow path
+    dtype: torch.dtype  # dtype of the keys; masks of another dtype would make attention slow
     device: torch.device
     in_grid: bool  # positions have three rows
-    never: tuple[int, ...]  # ids that no answer may hold
-    paged: bool  # decoding reads keys where they lie, and not from padded copies
+    never: tuple[int, ...]  # ids that no response may contain
+    paged: bool  # decoding reads keys in place, not from padded copies
     spans: bool  # rows that read the same keys gather them together
 
     def lay_out(self, decoding: list[Sequence], chunks: list[Chunk]) -> Pass:
@@ -170,7 +171,7 @@ class PassLayout:
         positions: list[np.ndarray],
         rows: list[np.ndarray],
     ) -> DecodeGroup | SpanGroup:
-        """One group of what decodes and all tokens of the chunks: each sees the keys up to its own."""
+        """Build one group of decoding tokens and all chunk tokens: each sees the keys up to its own."""
         counts = [chunk.end - chunk.start for chunk in chunks]
         prompts = [chunk.sequence.tokens[chunk.start : chunk.end] for chunk in chunks]
         ids.append(np.array(list(itertools.chain(*prompts)), np.int64))
@@ -186,7 +187,7 @@ class PassLayout:
         return self._tensor(np.concatenate(parts, axis=1))[:, None]
 
     def _split_decode(self, length: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """An order of the decoding rows and the bounds of their groups; a group pads less than twofold."""
+        """Return an order of the decoding rows and the bounds of their groups; padding is below twofold."""
         if len(length) == 0:
             return np.arange(0), []
         padded_bytes = 0 if self.paged else len(length) * int(length.max()) * self.row_bytes
@@ -215,7 +216,7 @@ class PassLayout:
         positions: list[np.ndarray],
         rows: list[np.ndarray],
     ) -> list[PrefillGroup]:
-        """Groups of equal shape; appends tokens, positions and pool rows of the chunks to the given lists."""
+        """Return groups of equal shape; append tokens, positions and pool rows of the chunks to the lists."""
         groups = []
         for (num_new, _), same in itertools.groupby(
             chunks, lambda chunk: (chunk.end - chunk.start, chunk.start)

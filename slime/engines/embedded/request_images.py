@@ -18,7 +18,7 @@ from slime.utils.media.image_tokens import EncodedImage, ImageEncoder, expand, j
 from slime.utils.media.pictures import open_picture
 
 _FEATURE_BYTES = 1 << 30
-_MAX_IMAGES = 256  # of one prompt
+_MAX_IMAGES = 256  # limit of one prompt
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -30,11 +30,11 @@ class PlacedImage:
 
     @property
     def key(self) -> int:
-        """A number below zero, so no token id: prefixes with another picture must not be taken for this."""
+        """A negative number, so not a token id, to distinguish prefixes with different pictures."""
         return -1 - int(self.image.key, 16)
 
     def within(self, start: int, end: int) -> tuple[int, int]:
-        """The features that belong to the tokens `start..end` of the prompt."""
+        """Return the features that belong to the tokens `start..end` of the prompt."""
         first, last = np.searchsorted(self.places, (start, end))
         return int(first), int(last)
 
@@ -57,7 +57,7 @@ class ImagePrompt:
     images: tuple[PlacedImage, ...] = ()
     keys: list[int] | None = None  # `ids` with the keys of pictures in place of image tokens; None: the same
     positions: np.ndarray | None = None  # [3, P] of families with grids; None: 0, 1, 2, ...
-    shift: int = 0  # what is added to the place of a later token to get its position
+    shift: int = 0  # offset from the index of a later token to its position
 
 
 class ImageReader:
@@ -68,7 +68,7 @@ class ImageReader:
         self._in_grid = VISION_FAMILIES[config.model_type].grid_positions
 
     def read(self, ids: list[int], data: Any) -> ImagePrompt:
-        """Ids with one image token per picture; ids that are expanded already are taken as they are."""
+        """Ids with one image token per picture; ids that are already expanded are unchanged."""
         items = [] if data is None else data if isinstance(data, list) else [data]
         if len(items) > _MAX_IMAGES:
             raise ValueError(f"image_data has {len(items)} images for one prompt: at most {_MAX_IMAGES}")
@@ -121,9 +121,7 @@ def _raw(item: Any) -> Any:
     try:
         return base64.b64decode(item, validate=True)
     except ValueError:
-        raise ValueError(
-            "it is neither a data URL nor base64; files and addresses are not read here"
-        ) from None
+        raise ValueError("it is neither a data URL nor base64; engines read no files and addresses") from None
 
 
 class FeatureCache:

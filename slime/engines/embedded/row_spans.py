@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 _SPAN = 8  # rows
-_MOST_SEEN = 1 << 15  # keys that rows see, all together, up to which laying out is worth the time
-_WASTE = 4  # scores for each one that is not masked, at most
+_MOST_SEEN = 1 << 15  # total keys of the rows, up to which the layout is worth its time
+_WASTE = 4  # most scores per unmasked one
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class SpanGroup:
 
     start: int
     count: int
-    rows: Tensor  # [n, L] the row that stands there; padding repeats one
-    place: Tensor  # [count] where each row stands
+    rows: Tensor  # [n, L] index of the row; padding repeats one
+    place: Tensor  # [count] place of each row
     keys: Tensor  # [n, K] rows of the pool
     mask: Tensor  # [n, L, K] 0 where a key is seen and -inf elsewhere
     made: dict[tuple[int, ...], "_ForHeads"] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class SpanGroup:
         """[count, H, D] of query [T, H, D] and the pool's keys and values [P, G, D]."""
         (tokens, heads, width), groups = query.shape, keys.shape[1]
         layout = self._for_heads(heads, groups, tokens)
-        by_head = query.transpose(0, 1).reshape(-1, width)  # as rotated queries lie in memory
+        by_head = query.transpose(0, 1).reshape(-1, width)  # memory layout of rotated queries
         rows = by_head.index_select(0, layout.rows).view(len(layout.mask), -1, width)
         key, value = (
             embedding(layout.keys, pool.view(-1, pool.shape[2])).view(len(rows), -1, pool.shape[2])
@@ -45,7 +45,7 @@ class SpanGroup:
         return out.index_select(0, layout.out).view(self.count, heads, -1)
 
     def _for_heads(self, heads: int, groups: int, tokens: int) -> "_ForHeads":
-        """Return the layout for so many heads; layers with equal heads share it."""
+        """Return the layout for this number of heads; layers with equal heads share it."""
         if (heads, groups, tokens) not in self.made:
             (spans, length, keys), each = self.mask.shape, heads // groups
             group, head = torch.arange(groups)[:, None, None], torch.arange(heads).view(groups, 1, each)
@@ -74,7 +74,7 @@ class _ForHeads:
 
 
 def lay_out(start: int, pages: np.ndarray, length: np.ndarray, page_size: int) -> SpanGroup | None:
-    """Rows that see the first `length` [R] keys of their `pages` [R, W]; None: such a group does not pay."""
+    """Lay out rows that see the first `length` [R] keys of their `pages` [R, W]; None: it is not worth it."""
     seen, rows = int(length.sum()), len(length)
     if seen > _MOST_SEEN:
         return None
@@ -85,7 +85,7 @@ def lay_out(start: int, pages: np.ndarray, length: np.ndarray, page_size: int) -
     at = np.arange(seen) - np.repeat(np.cumsum(length) - length, length)
     span, most, longest = place[row] // _SPAN, int(pages.max() + 1) * page_size, int(length.max())
     read = pages[row, at // page_size] * page_size + at % page_size
-    # By position first: which pages a sequence got depends on earlier requests, its sums must not.
+    # By position first: a sequence's pages depend on earlier requests, but its sums must not.
     found, which = np.unique((span * longest + at) * most + read, return_inverse=True)
     owner = found // (longest * most)
     spans = int(owner[-1]) + 1
@@ -97,7 +97,7 @@ def lay_out(start: int, pages: np.ndarray, length: np.ndarray, page_size: int) -
     keys[owner, np.arange(len(found)) - first[owner]] = found % most
     mask = np.full((spans * _SPAN, widest), -np.inf, np.float32)
     mask[place[row], which - first[span]] = 0
-    mask[rows:, 0] = 0  # padding sees something: nobody looks at what that gives
+    mask[rows:, 0] = 0  # padding must see some key; its result is ignored
     stands = np.concatenate((order, np.full(spans * _SPAN - rows, order[-1])))
     as_tensor = torch.from_numpy
     wide = as_tensor(mask).view(spans, _SPAN, widest)

@@ -11,7 +11,7 @@ _SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def why_meant(draft: Draft) -> str | None:
-    """Return why the flags ask for this engine; None: they do not ask for it."""
+    """Return why the flags select this engine; None: they do not."""
     return None
 
 
@@ -21,7 +21,7 @@ def interpreter(given: str | None, reason: str) -> dict[str, str]:
 
 
 def make_reproducible(draft: Draft) -> None:
-    """Compute requests one at a time: the last bits of log-probs depend on what is computed together."""
+    """Compute requests one at a time: the last bits of log-probs depend on the other requests in a pass."""
     requests = draft.limits.setdefault("embedded-requests", 1)
     if requests != 1:
         raise ValueError(
@@ -46,6 +46,6 @@ def unserved_layers(config: Any) -> list[str]:
 
 
 def why_unserved(config: Any) -> str | None:
-    """Return why this engine cannot serve a model of such a config; None: nothing speaks against it."""
+    """Return why this engine cannot serve a model of such a config; None: it can."""
     kinds = unserved_layers(config)
     return f"a {config.model_type} has {', '.join(kinds)} layers and {NEEDS_OTHER}" if kinds else None

@@ -22,9 +22,9 @@ from slime.utils.models.hub_names import folder_of
 from slime.utils.models.model_config import block_size_of
 
 _CPU_POOL_BYTES = 256 << 20
-_CUDA_POOL_SHARE = 0.4  # of the memory that is free once the weights are loaded
+_CUDA_POOL_SHARE = 0.4  # share of the memory that is free after the weights are loaded
 _BLOCK_SIZE = 16
-_SMALL_BLOCK_SIZE = 4  # where rows gather keys in spans: more of what prompts begin with is shared
+_SMALL_BLOCK_SIZE = 4  # if rows gather keys in spans: more of common prefixes is shared
 
 
 class ModelRunner:
@@ -60,7 +60,7 @@ class ModelRunner:
         found = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(found if device == "auto" else device)
         self.dtype = accelerator.compute_dtype(dtype, self.device)
-        # FP8 weights are served as what they stand for: this engine has no kernels for them.
+        # FP8 weights are dequantised: this engine has no FP8 kernels.
         held = block_size_of(model_path)
         self.fp8_block = fp8_block or held
         how = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if held else {}
@@ -74,7 +74,7 @@ class ModelRunner:
         except KeyError as error:
             if error.args != (attention.NAME,):
                 raise
-            # A family that looks its attention up in a table of its own.
+            # The family chooses its attention from its own table.
             raise ValueError(f"the model of {model_path} {NEEDS_OTHER}") from error
         self.model.to(self.device).eval().requires_grad_(False)
         self._matrices = PackedMatrices(self.model)
@@ -104,19 +104,19 @@ class ModelRunner:
         self.num_forward_passes = 0
         self.pool: KVPool | None
         self.restore_pool()
-        self._graphs: DecodeGraphs | None = None  # None: to be made when a pass wants them
+        self._graphs: DecodeGraphs | None = None  # None: created when a pass needs them
         self._can_record = self.paged and not decides_on_host(self.config)
 
     @torch.inference_mode()
     def _probe(self) -> ShapeProbe:
-        """Finds the shape of keys and values of each layer: families have more than one way to say it."""
+        """Find the shape of each layer's keys and values by a pass: configs name it in different ways."""
         one, probe = torch.zeros(1, 1, dtype=torch.int64, device=self.device), ShapeProbe()
         try:
             if self.vision is None:
                 self.model(input_ids=one, position_ids=one, use_cache=False, plan=None, pool=probe)
             else:
                 run_text(self.model, one, one, None, None, plan=None, pool=probe)
-        except (TypeError, KeyError) as error:  # a layer that does not hand its attention on
+        except (TypeError, KeyError) as error:  # a layer that does not pass its attention function on
             raise ValueError(f"{type(self.model).__name__} {NEEDS_OTHER} ({error})") from error
         if probe.repeats:
             raise ValueError(
@@ -127,7 +127,7 @@ class ModelRunner:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's key in one layer, the widest."""
+        """Return the bytes of one token's key in one layer, the widest."""
         return max(shape.heads * shape.key_dim for shape in self.kv_shapes.values()) * self.dtype.itemsize
 
     @property
@@ -137,7 +137,7 @@ class ModelRunner:
 
     @property
     def image_ids(self) -> tuple[int, ...]:
-        """Tokens that stand for features: none of them may be in an answer."""
+        """Return tokens that are replaced by features: a response must not contain them."""
         names = ("image_token_id", "video_token_id") if self.vision is not None else ()
         values = self.model.config.to_dict()
         return tuple(values[name] for name in names if values.get(name) is not None)
@@ -154,12 +154,12 @@ class ModelRunner:
         return max(1, max_total_tokens // self.block_size)
 
     def restore_pool(self) -> None:
-        # one more than is handed out: block 0 is padding
+        # one more than can be allocated: block 0 is padding
         self.pool = KVPool(self.kv_shapes, self.num_blocks + 1, self.block_size, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, plan: BatchPlan) -> torch.Tensor:
-        """Logits `[N, vocab]` of the rows that the plan asks for; keys and values go to the pool."""
+        """Return logits `[N, vocab]` of the rows in the plan; keys and values are stored in the pool."""
         self.num_forward_passes += 1
         if self.vision is not None:
             return self._forward_with_images(plan)
@@ -200,11 +200,11 @@ class ModelRunner:
         return logits
 
     def score(self, sequence: Sequence) -> list[float]:
-        """Log-probs of all tokens of a prompt but the first, each given those before it, at temperature 1."""
+        """Return log-probs of all prompt tokens but the first, given those before, at temperature 1."""
         tokens, pictures = sequence.prompt, sequence.pictures
         count = len(tokens)
         ids, positions = (torch.tensor(x, device=self.device) for x in (tokens, range(count)))
-        # All keys go to the page that is padding: what is scored leaves nothing behind.
+        # All keys are written to the padding page, so scoring leaves no trace.
         nowhere = torch.zeros(count, dtype=torch.int64, device=self.device)
         whole = PrefillGroup(0, 1, count, 0, None, None)
         grid = None
@@ -222,13 +222,13 @@ class ModelRunner:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that this process holds in the memory of the model's device: the GPU's, or the host's."""
+        """Return the bytes of this process in the memory of the model's device: the GPU's, or the host's."""
         if self.device.type == "cuda":
             return torch.cuda.memory_reserved(self.device)
         return psutil.Process().memory_info().rss
 
     def check_device(self) -> None:
-        """Called after a failed pass: raises if the device answers no more, as CUDA after an assertion."""
+        """Raise if the device no longer works after a failed pass, like CUDA after an assertion."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -240,7 +240,7 @@ class ModelRunner:
         self._empty_cache()
 
     def release_weights(self) -> None:
-        """Move parameters to host memory; on a CPU they already are there, and stay."""
+        """Move parameters to host memory; on a CPU they are there already, and stay."""
         self.features.clear()
         self._matrices.forget()
         self._graphs = None

@@ -17,7 +17,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: every input bit reaches every output bit."""
+    """Apply the finaliser of SplitMix64: every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
@@ -25,7 +25,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Numbers strictly inside (0, 1), one per (int64 seed, position), with 32 random bits each."""
+    """Return numbers strictly inside (0, 1), one per (int64 seed, position), with 32 random bits each."""
     with np.errstate(over="ignore"):  # modulo 2^64 is meant
         keys = _mix(seeds.astype(np.int64).view(np.uint64) + _GOLDEN)
         bits = _mix(keys + positions.astype(np.uint64) * _GOLDEN) >> np.uint64(32)
@@ -43,12 +43,12 @@ class SampleRows:
     top_k: np.ndarray  # <= 0: off
     min_p: np.ndarray
     banned: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (row, ids that may not be drawn yet)
-    recorded: tuple[int, ...] = ()  # rows that ask which ids they were drawn from
+    recorded: tuple[int, ...] = ()  # rows that need the ids they were drawn from
     never: tuple[int, ...] = ()  # ids that no row may draw
 
     @property
     def is_filtered(self) -> np.ndarray:
-        """[N] whether top_p, top_k or min_p leave ids out."""
+        """Return [N]: whether top_p, top_k or min_p exclude ids."""
         return (self.top_p < 1.0) | (self.top_k > 0) | (self.min_p > 0.0)
 
 
@@ -66,8 +66,8 @@ def sample(logits: torch.Tensor, rows: SampleRows) -> Draws:
     """Draw a token per row, with its log-prob.
 
     Log-probs are of the temperature-scaled full distribution (unscaled for greedy rows), and of recorded rows
-    over the ids that they were drawn from. A row whose logits are no numbers, or that leaves no token to
-    draw, gets some token with a log-prob that is not finite.
+    over the ids that they were drawn from. A row with NaN logits, or without any token to draw, gets some
+    token with a non-finite log-prob.
     """
     greedy = rows.temperature == 0.0
     logits = logits.float()
@@ -121,7 +121,7 @@ def _ban(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
 
 
 def _draw(log_probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
-    # In float32 the sum over a large vocabulary would swallow the tail.
+    # In float32 the sum over a large vocabulary would lose the tail.
     cumulative = log_probs.exp().cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     target = torch.from_numpy(u).to(total.device)[:, None] * total
@@ -132,7 +132,7 @@ def _draw(log_probs: torch.Tensor, u: np.ndarray) -> torch.Tensor:
 
 
 def _filter(log_probs: torch.Tensor, rows: SampleRows) -> torch.Tensor:
-    """Set what top_k, top_p and min_p cut to -inf; rows without filters are not touched."""
+    """Set logits that top_k, top_p and min_p exclude to -inf; rows without filters are not changed."""
     cut = rows.is_filtered
     if not cut.any():
         return log_probs

@@ -32,14 +32,14 @@ class Scheduler:
         *,
         max_running: int,
         prefill_budget: int,
-        admit_every: int,  # passes: while others decode, newcomers wait for each other so long
+        admit_every: int,  # passes: while others decode, new sequences wait this long for each other
     ):
         self.allocator, self.layout, self._slots = allocator, layout, layout.slots
         self.prefill_budget = prefill_budget
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission; prompts may be half computed
         self.num_retractions = 0
-        self._admit_every, self._passes_since = admit_every, 0  # since somebody was admitted
+        self._admit_every, self._passes_since = admit_every, 0  # passes since the last admission
         self._free_slots = list(range(max_running))[::-1]
 
     # -- queues ----------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def release(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue and give its pages back; full ones stay for reuse."""
+        """Remove a sequence from its queue and release its pages; full ones stay for reuse."""
         if sequence.slot < 0:
             self.waiting.remove(sequence)
             return
@@ -67,7 +67,7 @@ class Scheduler:
         sequence.slot, sequence.blocks, sequence.num_computed = -1, [], 0
 
     def forget(self, sequence: Sequence) -> None:
-        """Take out a running sequence whose pass failed: nothing that it computed is reused."""
+        """Remove a running sequence whose pass failed: nothing that it computed is reused."""
         self.running.remove(sequence)
         sequence.num_computed = 0
         self._leave(sequence)
@@ -86,11 +86,11 @@ class Scheduler:
     # -- one pass --------------------------------------------------------------------------------------------
 
     def schedule(self) -> Pass | None:
-        """The next pass, or None when there is nothing to compute."""
+        """Return the next pass; None: there is nothing to compute."""
         self._grow_running()
         self._admit()
         decoding: list[Sequence] = []
-        prompts: list[tuple[Sequence, int]] = []  # with the tokens that are not computed
+        prompts: list[tuple[Sequence, int]] = []  # with their tokens that are not computed
         for sequence in self.running:  # all of them in every pass: no call for each
             missing = len(sequence.prompt) + len(sequence.output) - sequence.num_computed
             if missing == 1 and sequence.output:
@@ -141,7 +141,7 @@ class Scheduler:
                 continue
             self.allocator.hold(shared)
             missing = self.allocator.blocks_for(len(tokens)) - len(shared)
-            # Leave a page for each running sequence, or the newcomer would be retracted at once.
+            # Leave a page for each running sequence, or the new one would be retracted at once.
             if missing + len(self.running) > self.allocator.num_free and (
                 self.running or missing > self.allocator.num_free
             ):
@@ -158,11 +158,11 @@ class Scheduler:
             budget -= len(tokens) - sequence.num_computed
             if budget < 0:
                 begun.add(page)
-            else:  # this pass computes all of the prompt: those behind it share its pages already
+            else:  # this pass computes the whole prompt: later siblings share its pages already
                 self.allocator.keep(sequence.blocks, sequence.keys)
 
     def _next_page(self, sequence: Sequence, num_computed: int) -> tuple[int, ...] | None:
-        """All tokens up to the end of the page that comes next, if others could take it over."""
+        """Return all tokens up to the end of the next page, if other sequences could reuse that page."""
         size = self.allocator.block_size
         end = (num_computed // size + 1) * size
         if not self.allocator.reuse or end >= sequence.num_tokens:
@@ -177,8 +177,7 @@ class Scheduler:
             end = sequence.num_computed + min(missing, budget)
             chunks.append(Chunk(sequence, sequence.num_computed, end))
             budget -= end - sequence.num_computed
-        # Same shapes side by side: they share one kernel call. Stable,
-        # so admission order holds inside a group.
+        # Same shapes together share one kernel call; stable, so that a group keeps the order of admission.
         return sorted(chunks, key=lambda c: (c.end - c.start, c.start))
 
     # -- after the pass --------------------------------------------------------------------------------------
@@ -188,7 +187,7 @@ class Scheduler:
         for chunk in done.chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.end
-            # Siblings that wait share these pages from the next pass on.
+            # Waiting siblings share these pages from the next pass on.
             if sequence.epoch == self.allocator.epoch:
                 self.allocator.keep(sequence.blocks, sequence.keys[: chunk.end])
         for sequence in done.samplers[: done.num_decoding]:
@@ -198,5 +197,5 @@ class Scheduler:
             done.samplers[row].num_kept_ids += len(ids)
         for sequence, token, log_prob in zip(done.samplers, draws.tokens, draws.log_probs, strict=True):
             sequence.output.append(token)
-            sequence.log_probs.append(log_prob)  # last: readers on other threads count these
+            sequence.log_probs.append(log_prob)  # last: readers on other threads count on it
         self._slots.append(np.array([s.slot for s in done.samplers], np.int64), draws.tokens)

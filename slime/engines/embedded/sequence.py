@@ -22,16 +22,16 @@ class Sequence:
     stop_ids: frozenset[int]
     return_logprob: bool = True
     stream: bool = False
-    scored: bool = False  # the input's log-probs are wanted, and no token
+    scored: bool = False  # only the input's log-probs are requested, no tokens
     created: float = field(default_factory=time.time)
     pictures: ImagePrompt | None = None  # None: the prompt has no images
 
     output: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    # Per token what it was drawn from, where asked for.
+    # Per token the ids it was drawn from, if requested.
     kept_ids: list[np.ndarray] = field(default_factory=list)
     num_kept_ids: int = 0  # over all tokens
-    # Of a scored input, None for its first token.
+    # Log-probs of a scored input, None for its first token.
     input_log_probs: list[float | None] = field(default_factory=list)
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None while it runs
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output token)
@@ -42,7 +42,7 @@ class Sequence:
     slot: int = -1  # row of the slot table; -1: not running
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose KV is in the pool
-    epoch: int = 0  # of the allocator when its first KV was written
+    epoch: int = 0  # the allocator's flush count when its first KV was written
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +54,7 @@ class Sequence:
 
     @property
     def keys(self) -> list[int]:
-        """Return what prefixes are compared by: tokens, with an image's key in place of image tokens."""
+        """Return the keys for comparing prefixes: tokens, with an image's key in place of image tokens."""
         keys = None if self.pictures is None else self.pictures.keys
         return self.tokens if keys is None else keys + self.output
 
@@ -64,7 +64,7 @@ class Sequence:
         return 0 if self.pictures is None else self.pictures.shift
 
     def positions(self, start: int, end: int) -> np.ndarray:
-        """[3, end - start] positions of tokens in time, height and width."""
+        """Return [3, end - start] positions of tokens in time, height and width."""
         place = np.broadcast_to(np.arange(start, end) + self.shift, (3, end - start))
         inside = None if self.pictures is None else self.pictures.positions
         if inside is None or start >= inside.shape[1]:
@@ -86,7 +86,7 @@ class Sequence:
         return self.finish is not None and self.finish.get("status_code") is not None
 
     def enter_version(self, version: str) -> None:
-        """Tokens from here on are drawn from weights `version`."""
+        """Record that tokens from here on are drawn from weights `version`."""
         start = len(self.output)
         if self.versions and self.versions[-1][1] == start:
             self.versions.pop()
@@ -94,7 +94,7 @@ class Sequence:
             self.versions.append((version, start))
 
     def spans(self, num_tokens: int) -> list[dict[str, Any]]:
-        """`[{"version", "start", "end"}]` over the first `num_tokens` outputs."""
+        """Return `[{"version", "start", "end"}]` over the first `num_tokens` outputs."""
         starts = [start for _, start in self.versions]
         ends = [*starts[1:], num_tokens]
         spans = zip(self.versions, ends, strict=True)

@@ -11,7 +11,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any | None):
         self.tokenizer = tokenizer
-        # Characters (or bytes, of which a character has more) that one token can stand for.
+        # Most characters (or bytes) in one token.
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
 
     @classmethod
@@ -22,7 +22,7 @@ class Detokenizer:
             tokenizer = AutoTokenizer.from_pretrained(model_path)
         except (OSError, ValueError):
             return cls(None)
-        # What a file says about truncation is put aside now, and not while another thread decodes.
+        # The truncation setting of the file is removed now, and not while another thread decodes.
         tokenizer("a")
         return cls(tokenizer)
 
@@ -46,7 +46,7 @@ class Detokenizer:
         return text
 
     def find_stop(self, output: Ids[int], sampling: SamplingParams) -> str | None:
-        """The stop string that the newest token completed. Only the tail is decoded."""
+        """Return the stop string that the newest token completed. Only the tail is decoded."""
         # A token decodes to a character or more, but a character may take
         # several byte tokens: hence the factor.
         tail = 4 * max(len(s) for s in sampling.stop) + 4
@@ -55,7 +55,7 @@ class Detokenizer:
         return min(hits)[1] if hits else None
 
     def answer_text(self, output: Ids[int], sampling: SamplingParams, finish: dict[str, Any] | None) -> str:
-        """The text of an answer; what ended it is cut off unless no_stop_trim."""
+        """Return the text of a response, without the stop token or string unless no_stop_trim is set."""
         matched = None if finish is None or sampling.no_stop_trim else finish.get("matched")
         if isinstance(matched, int):
             return self.decode(output[:-1], sampling)

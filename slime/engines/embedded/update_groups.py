@@ -14,14 +14,14 @@ from slime.engines.embedded.generate_json import BadRequest, text_of
 from slime.engines.embedded.weight_update import BadWeights
 from slime.utils.machine.process_groups import (
     LOOPBACK,
-    group_beside_the_default,
+    additional_group,
     reaching,
     stay_on_loopback,
 )
 from slime.wire.manifest import DTYPES
 from slime.wire.protocol import shown
 
-# The trainer's own deadline is shorter, and it closes its connections when that has passed.
+# The trainer's deadline is shorter, and it closes its connections when it expires.
 _TIMEOUT = datetime.timedelta(minutes=10)
 _BACKENDS = ("gloo", "nccl")
 Bucket = list[tuple[str, torch.dtype, tuple[int, ...]]]  # name, dtype and shape of each tensor
@@ -48,13 +48,13 @@ class UpdateGroups:
         if backend not in _BACKENDS:
             raise BadRequest(f"backend is {shown(backend)}: expected one of {_BACKENDS}")
         if name in self._groups:
-            raise BadRequest(f"{name} is a group of this engine already")
+            raise BadRequest(f"{name} is already a group of this engine")
         if address == LOOPBACK:
             stay_on_loopback()
         try:
             store = TCPStore(address, port, world_size, False, _TIMEOUT, wait_for_workers=False)
             with reaching(address):
-                group = group_beside_the_default(store, rank, world_size, backend, name, _TIMEOUT)
+                group = additional_group(store, rank, world_size, backend, name, _TIMEOUT)
         except (RuntimeError, ValueError, TypeError) as error:
             raise BadWeights(f"{name} at {address}:{port} cannot be joined: {error}") from error
         self._groups[name] = (group, self._device if backend == "nccl" else torch.device("cpu"))
@@ -71,7 +71,7 @@ class UpdateGroups:
         return self._groups[name]
 
     def receive(self, name: str, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """The tensors that rank 0 broadcasts, in the order of `bucket`."""
+        """Receive the tensors that rank 0 broadcasts, in the order of `bucket`."""
         group, device = self._held(name)
         try:
             tensors = {one: torch.empty(shape, dtype=dtype, device=device) for one, dtype, shape in bucket}
@@ -87,7 +87,7 @@ class UpdateGroups:
 
 
 def read_bucket(body: Mapping[str, Any]) -> Bucket:
-    """Return what is to come, in order."""
+    """Return the expected tensors, in order."""
     try:
         columns = (body["names"], body["dtypes"], body["shapes"])
         bucket = {str(name): (DTYPES[dtype], (*shape,)) for name, dtype, shape in zip(*columns, strict=True)}

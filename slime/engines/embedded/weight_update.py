@@ -68,7 +68,7 @@ def _open_verified(bucket: BucketManifest) -> shm.Segment:
     if found != bucket.checksum:
         raise BadWeights(
             f"segment {bucket.segment} has checksum {found:#018x}, the manifest says "
-            f"{bucket.checksum:#018x}: its bytes changed on the way"
+            f"{bucket.checksum:#018x}: its bytes changed in transit"
         )
     return segment
 
@@ -82,8 +82,8 @@ class DiskSource:
         self.shapes: dict[str, tuple[int, ...]] = {}
         try:
             files = model_files(Path(folder))
-            if not files or not all(file.is_file() for file in files):  # a pipe would be waited for
-                raise ValueError("a .safetensors file is missing, or is no plain file")
+            if not files or not all(file.is_file() for file in files):  # reading a pipe would block
+                raise ValueError("a .safetensors file is missing, or is not a regular file")
             for path in files:
                 handle = self._files.enter_context(safe_open(path, framework="pt"))
                 self._handles.append(handle)
@@ -106,7 +106,7 @@ class DiskSource:
 
 
 class GroupSource:
-    """The tensors of one bucket that came over a process group."""
+    """The tensors of one bucket from a process group."""
 
     def __init__(self, named: Mapping[str, torch.Tensor]):
         self._named = named
@@ -116,7 +116,7 @@ class GroupSource:
         yield from self._named.items()
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no resource is open."""
 
 
 class DequantizedSource:
@@ -127,7 +127,7 @@ class DequantizedSource:
         self.shapes = {name: s for name, s in source.shapes.items() if not name.endswith(SCALE_SUFFIX)}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        halves: dict[str, torch.Tensor] = {}  # an FP8 weight or its factors, until the other comes
+        halves: dict[str, torch.Tensor] = {}  # an FP8 weight or its factors, until the other arrives
         for name, tensor in self._source.tensors():
             weight = name.removesuffix(SCALE_SUFFIX)
             if weight + SCALE_SUFFIX not in self._source.shapes:
@@ -161,7 +161,7 @@ class WeightStore:
         self._model = model
         self._block = fp8_block
         self._hub_names = hub_names
-        self._parts: dict[str, list[Part]] = {}  # of each in-memory tensor, once it was asked for
+        self._parts: dict[str, list[Part]] = {}  # cached for each in-memory tensor
 
     def _plain(self, source: Source) -> Source:
         return source if self._block is None else DequantizedSource(source, self._block)
@@ -170,7 +170,7 @@ class WeightStore:
         return self._hub_views(dict(self._model.named_parameters(remove_duplicate=False)))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters, and buffers of the checkpoint (the balance of experts) that an update may leave out."""
+        """Return parameters, and buffers of the checkpoint (balance of experts) that an update may omit."""
         return self._hub_views(dict(saved_tensors(self._model, tied=True))) | self._parameters()
 
     def _hub_views(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -181,7 +181,7 @@ class WeightStore:
                 raise BadWeights(
                     f"{type(self._model).__name__}: {error}; use --rollout-engine sglang"
                 ) from error
-        # Not `data`, whose changes the parameter does not count: packed copies of it go by its count.
+        # Not `data`: its changes do not raise the parameter's version, on which packed copies depend.
         return {part.name: part.of(tensor.detach()) for n, tensor in own.items() for part in self._parts[n]}
 
     def check(self, source: Source) -> None:
@@ -194,7 +194,7 @@ class WeightStore:
             )
 
     def missing(self, given: set[str]) -> list[str]:
-        """Names of parameters that have not come when the `given` names have; of tied ones any will do."""
+        """Return parameters that are not among the `given` names; of tied ones any name is enough."""
         places = {name: parameter.data_ptr() for name, parameter in self._parameters().items()}
         held = {place for name, place in places.items() if name in given}
         return [name for name, place in places.items() if place not in held]
@@ -238,7 +238,7 @@ class WeightStore:
 
     @torch.no_grad()
     def differing(self, source: Source) -> list[str]:
-        """Names whose values differ from the source's in the model's dtype, and those the source lacks."""
+        """Return names whose values differ from the source's in the model's dtype, or that it lacks."""
         source, known, needed = self._plain(source), self._tensors(), self._parameters().keys()
         names, seen = [], set()
         for name, tensor in source.tensors():
@@ -254,7 +254,7 @@ class WeightStore:
 
 
 def refuse_non_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """`dtype`: what it becomes."""
+    """Raise BadWeights for values that are not finite in `dtype`, the dtype of the model."""
     if not is_finite(tensor, dtype):
         raise BadWeights(
             f"tensor {name} has values that are not finite numbers (in {dtype}): nothing is changed"

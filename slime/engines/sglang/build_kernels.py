@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _CHECKSUMS = "--checksums"
-_MIN_CORES = 4  # with fewer the server itself would wait for a core
-# Of SGLang's checksum kernel; it is compiled for odd numbers of tiles and for multiples of 16.
+_MIN_CORES = 4  # with fewer cores the server itself would have to wait
+# Sizes for SGLang's checksum kernel, which is compiled for odd numbers of tiles and multiples of 16.
 _TILE_WORDS = 8192
 
 
@@ -71,19 +71,19 @@ def kernels(
 
 
 def find(calls: list[Call]) -> Callable[[], Any] | None:
-    """The first call that the installed version has and takes; None: it has none of them."""
+    """Return the first call that the installed version supports; None: it supports none."""
     for call in calls:
         try:
             function = getattr(importlib.import_module(call.module), call.name)
             inspect.signature(inspect.unwrap(function)).bind(*call.arguments)
-        except Exception:  # no such module, name or form, or a package that this machine cannot import
+        except Exception:  # missing module, name or signature, or a package that cannot be imported here
             continue
         return functools.partial(function, *call.arguments)
     return None
 
 
 def build_all(wanted: dict[str, list[Call]]) -> dict[str, str]:
-    """Builds side by side; says of each how long it took, or why there is none."""
+    """Build in parallel; report for each kernel how long it took, or why it failed."""
     fix_target()
 
     def build(calls: list[Call]) -> str:
@@ -92,7 +92,7 @@ def build_all(wanted: dict[str, list[Call]]) -> dict[str, str]:
             return "not in this version"
         try:
             function()
-        except Exception as problem:  # whatever a compiler or a loader may say: the server tries again itself
+        except Exception as problem:  # any error of a compiler or loader: the server tries again itself
             return f"{type(problem).__name__}: {str(problem)[:200]}"
         return f"{time.monotonic() - start:.1f} s"
 
@@ -101,7 +101,7 @@ def build_all(wanted: dict[str, list[Call]]) -> dict[str, str]:
 
 
 def fix_target() -> None:
-    """SGLang names the target in the environment while it compiles and takes it back: not while others do."""
+    """Set the target of compilation once: SGLang sets and unsets it, which is not safe in parallel."""
     for package in ("sglang.jit_kernel.utils", "sglang.kernels.jit.utils"):
         try:
             arch = importlib.import_module(package).get_jit_cuda_arch()
@@ -111,7 +111,7 @@ def fix_target() -> None:
 
 
 def build_checksums() -> None:
-    """The kernels of the server's checksums of weights, which are made by running them."""
+    """Build the kernels of the server's weight checksums by running them."""
     import torch
     from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
 
@@ -128,7 +128,7 @@ def main(words: list[str]) -> None:
     options, _ = parser.parse_known_args(words)
     if len(os.sched_getaffinity(0)) < _MIN_CORES or not (options.model_path / "config.json").is_file():
         return
-    # On its own: it needs the device, whose memory the server counts a little later.
+    # Alone: it needs the device, whose free memory the server measures a little later.
     checksums = subprocess.Popen([sys.executable, "-P", __file__, _CHECKSUMS], stderr=subprocess.DEVNULL)
     import torch
 
@@ -139,7 +139,7 @@ def main(words: list[str]) -> None:
     results = build_all(kernels(config, dtype, torch.int64, options.tp_size, cache_bytes))
     results["checksums"] = f"code {checksums.wait()}"
     listed = ", ".join(f"{name} {text}" for name, text in results.items())
-    print(f"kernels built beside the start in {time.monotonic() - start:.1f} s: {listed}", flush=True)
+    print(f"kernels built during the start in {time.monotonic() - start:.1f} s: {listed}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,15 @@ from slime.utils.misc import is_installed
 from slime.utils.models.model_config import read_config
 
 _HERE = Path(__file__).parent
-# What makes a server work and rest on a machine without a GPU.
+# Settings of a server on a machine without a GPU.
 _CPU_WORDS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--sleep-on-idle"),
 )
 _AT_A_TIME = "--max-running-requests"
 _CPU_MAX_TOTAL_TOKENS, _CPU_MAX_RUNNING = 65536, 64
-# What all-linear of --lora-target-modules comes to in the dense families: a server must know it before it
-# sees adapters.
+# Layers of --lora-target-modules all-linear in the dense families: a server must know them before it gets
+# adapters.
 _LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -36,32 +36,32 @@ class SGLangOptions:
     python: str
     model_path: str
     cpu: bool
-    dtype: str  # "auto" leaves it to the model's config
+    dtype: str  # "auto": from the model's config
     tensor_parallel: int
     seed: int
     memory_saver: bool
-    # On GPUs: on a CPU it refuses, as no attention of its own there is known to be.
+    # On GPUs only: on a CPU SGLang refuses it.
     deterministic: bool = False
     weight_version: str = "default"
     host: str = "127.0.0.1"
-    most_requests: int | None = None  # that are sent to it at a time, where that is known
+    most_requests: int | None = None  # requests that are sent to it at a time, if known
     extra: Sequence[str] = ()
 
 
 def run_command(args: Args, site: EngineSite) -> Command:
     """Return the command that starts a server of a run."""
-    assert args.sglang_python is not None, "the rules of the arguments find SGLang's interpreter"
+    assert args.sglang_python is not None, "rules of the arguments find SGLang's interpreter"
     cpu = not site.gpu_ids
     return sglang_command(
         SGLangOptions(
             python=args.sglang_python,
             model_path=site.model_path,
             cpu=cpu,
-            # That of the trainer, so that both have the same distribution.
+            # The trainer's, so that both have the same distribution.
             dtype=args.dtype if args.dtype != "auto" else "float32" if cpu else "bfloat16",
             tensor_parallel=site.place.num_gpus,
             seed=args.seed,
-            # A model that gets no push could not be filled again.
+            # The memory of a model without pushes could not be restored.
             memory_saver=bool(args.offload_rollout) and site.update_weights and not cpu,
             deterministic=args.deterministic_mode and not cpu,
             host=site.host,
@@ -77,10 +77,10 @@ def run_command(args: Args, site: EngineSite) -> Command:
 
 
 def run_environment(args: Args, site: EngineSite) -> dict[str, str]:
-    """Variables of a server's process."""
+    """Return variables of a server's process."""
     if site.update_weights and not args.freeze_vision_tower and _sees(site):
-        # It keeps features of images by their hash, and a weight update does not empty that cache: images
-        # that were seen before would be read with the old tower.
+        # SGLang caches features of images by hash, and weight updates do not clear that cache: known images
+        # would keep features of the old tower.
         return {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
     return {}
 
@@ -95,7 +95,7 @@ def _sees(site: EngineSite) -> bool:
 
 
 def _image_words(site: EngineSite) -> list[str]:
-    """Images must be resized as our processor does it, or engine and trainer see different pixels."""
+    """Return flags with which images are resized as by our processor: pixels must equal the trainer's."""
     backend = "torchvision" if is_installed("torchvision") else "pil"
     return ["--image-processor-backend", backend] if _sees(site) else []
 
@@ -104,12 +104,12 @@ def _pushed_words(args: Args, site: EngineSite) -> list[str]:
     """Return flags of a server that receives the trainer's weights."""
     words = ["--enable-return-routed-experts"] if args.use_rollout_routing_replay else []
     if site.quantization:
-        # Serves FP8 without a checkpoint in FP8: the first push brings all weights.
+        # FP8 is served without an FP8 checkpoint: the first push sends all weights.
         config = json.dumps({"quantization_config": site.quantization})
         words += ["--load-format", "dummy", "--json-model-override-args", config]
     if args.lora_sync == "adapter":
-        # It sizes the memory of adapters before it knows them. One adapter, and requests without any: a
-        # health probe is one.
+        # Memory for adapters is reserved in advance: one adapter, and requests without any, such as health
+        # probes.
         targets = args.lora_target_modules
         words += ["--enable-lora", "--max-lora-rank", str(args.lora_rank), "--max-loras-per-batch", "2"]
         words += ["--lora-target-modules", *(_LINEAR_LAYERS if targets == ["all-linear"] else targets)]
@@ -118,7 +118,7 @@ def _pushed_words(args: Args, site: EngineSite) -> list[str]:
 
 
 def server_words(options: SGLangOptions) -> list[str]:
-    """The server's own command line; the ports are left for the supervisor to fill in."""
+    """Return the server's own arguments; the supervisor fills in the ports."""
     given = {word.partition("=")[0] for word in options.extra if word.startswith("--")}
     words = ["--model-path", options.model_path, "--host", options.host, "--port", PORT]
     words += ["--nccl-port", NCCL_PORT, "--dtype", options.dtype, "--random-seed", str(options.seed)]
@@ -128,7 +128,7 @@ def server_words(options: SGLangOptions) -> list[str]:
         limits = {"--max-total-tokens": _CPU_MAX_TOTAL_TOKENS, _AT_A_TIME: _CPU_MAX_RUNNING}
         words += [word for name, limit in limits.items() if name not in given for word in (name, str(limit))]
     elif options.most_requests and "--speculative-algorithm" in given and _AT_A_TIME not in given:
-        # With speculation a server left to itself takes 48, and lets the others wait.
+        # With speculation a server's default is 48 requests; others wait.
         words += [_AT_A_TIME, str(options.most_requests)]
     if options.memory_saver:
         words += ["--enable-memory-saver"]
@@ -138,7 +138,7 @@ def server_words(options: SGLangOptions) -> list[str]:
 
 
 def sglang_command(options: SGLangOptions) -> Command:
-    """The command of an engine: it gets the port to bind (0: any), the ready file and the life pipe's fd."""
+    """Return an engine's command: it gets the port to bind (0: any), a ready file and the life pipe's fd."""
 
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
         # -P: the folder of these scripts must not be on the path, where its files could hide other modules.

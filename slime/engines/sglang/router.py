@@ -26,19 +26,18 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _REGISTER_DEADLINE_S = 120.0
-_LOOK_S = 3.0  # between two checks of a router of others
+_LOOK_S = 3.0  # seconds between two checks of an external router
 _UNREACHED = (http_utils.HttpError, OSError, aiohttp.ClientError, TimeoutError)
-_LIVENESS = "/liveness"  # the router answers this path itself; other paths it hands on to engines
+_LIVENESS = "/liveness"  # the router serves this path itself; it forwards other paths to engines
 
 
 def router_command(python: str, policy: str, extra: Sequence[str] = ()) -> Command:
-    """The router's command line under our supervisor; `extra`: more of its own flags, as words."""
+    """Return the router's command under our supervisor; `extra`: more of its own flags, as arguments."""
 
     def command(port: int, ready_file: Path, life_fd: int) -> list[str]:
         words = [sys.executable, "-P", supervisor.__file__, "--host", "127.0.0.1", "--port", str(port)]
         words += ["--probe", _LIVENESS, "--ready-file", str(ready_file), "--life-fd", str(life_fd), "--"]
-        # The second port that the supervisor holds serves the metrics; left to itself
-        # the router shows them to all machines.
+        # The supervisor's second port serves the metrics; by default the router serves them to all machines.
         words += [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", PORT]
         words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", NCCL_PORT, "--policy", policy]
         words += ["--health-check-interval-secs", "3", "--health-failure-threshold", "2"]
@@ -52,7 +51,7 @@ class WorkerRegistry:
 
     def __init__(self, url: str):
         self.url = url
-        self._workers: dict[str, dict[str, Any]] = {}  # by address: what each is registered with
+        self._workers: dict[str, dict[str, Any]] = {}  # address -> registration
         self._changing = threading.Lock()
 
     def enroll(self, server: FleetServer) -> None:
@@ -60,7 +59,7 @@ class WorkerRegistry:
         self._workers[server.url] = registration(server)
 
     def add(self, server: FleetServer) -> None:
-        """An engine is back; a router that is down itself learns it when it comes up."""
+        """Register an engine that is back; if the router is down, as soon as the router is back."""
         with self._changing:
             self.enroll(server)
             self._quietly(self._register, server.url)
@@ -115,7 +114,7 @@ class SGLangRouter(WorkerRegistry):
         port, host = self._server.port, self._server.plan.host
         if port and not ports.is_port_available(port, host):
             raise ValueError(
-                f"--sglang-router-port is {port}: another program has it; choose another, or leave it out."
+                f"--sglang-router-port is {port}: another program uses it; choose another, or leave it out."
             )
         self._watched.launch()
         [self.url] = self._watched.wait_ready()
@@ -140,7 +139,7 @@ class ExternalRouter(WorkerRegistry):
         self.failure: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def start(self) -> None:
-        """Returns when it knows all engines."""
+        """Return when the router has registered all engines."""
         self._register_all()
         threading.Thread(target=self._watch, name="external-router-watch", daemon=True).start()
 
@@ -154,7 +153,7 @@ class ExternalRouter(WorkerRegistry):
                 silent_s += _LOOK_S
                 if silent_s >= self._patience_s:
                     who = f"the router at {self.url} (--sglang-router-ip)"
-                    why = f"{who} has not answered for {silent_s:.0f} s: {error}"
+                    why = f"{who} has not responded for {silent_s:.0f} s: {error}"
                     self.failure.set_exception(RunStopped(why))
                     return
                 continue
@@ -164,7 +163,7 @@ class ExternalRouter(WorkerRegistry):
                     self._quietly(self._register, url)
 
     def stop(self) -> None:
-        """Takes our engines out, which end now."""
+        """Remove our engines, which end now."""
         self._stopping.set()
         for url in list(self._workers):
             self.remove(url)

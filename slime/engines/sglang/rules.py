@@ -8,7 +8,7 @@ from slime.arguments.passthrough.sglang_flags import need_python
 
 
 def why_meant(draft: Draft) -> str | None:
-    """Return why the flags ask for this engine; None: they do not ask for it."""
+    """Return why the flags select this engine; None: they do not."""
     given = draft.sglang_options or draft.sglang_config or draft.prefill_num_servers
     return "flags of SGLang are given" if given else None
 
@@ -19,7 +19,7 @@ def interpreter(given: str | None, reason: str) -> dict[str, str]:
 
 
 def make_reproducible(draft: Draft) -> None:
-    """Warn where this machine has no GPU; what a cluster or external servers have is not known here."""
+    """Warn if this machine has no GPU; those of a cluster or of external servers are not known here."""
     elsewhere = draft.runtime == "ray" or draft.rollout_external_engine_addrs or draft.debug_train_only
     if not elsewhere and not visible_gpus():
         draft.warn(
@@ -30,7 +30,7 @@ def make_reproducible(draft: Draft) -> None:
 
 
 def check_adapter_sync(draft: Draft, own_requests: str | None) -> None:
-    """Refuse what `--lora-sync adapter` cannot do here; `own_requests`: a flag that names user code."""
+    """Refuse settings that exclude `--lora-sync adapter`; `own_requests`: a flag that names user code."""
     if draft.offload_rollout:
         raise ValueError(
             "--lora-sync adapter with --offload-rollout on SGLang engines: they lose the model with their "

@@ -37,7 +37,7 @@ _VISION_OPERATORS = (
 
 
 def declare_torchvision_operators() -> None:
-    """The torchvision of PyPI is linked against CUDA; declared so, its Python part imports all the same."""
+    """Declare operators of torchvision, so that a CUDA build from PyPI can be imported on a CPU."""
     import torch
 
     for name in ("torchvision::nms", "torchvision::qnms"):
@@ -45,22 +45,22 @@ def declare_torchvision_operators() -> None:
 
 
 def fill_cpu_gaps() -> None:
-    """Stand in for what a CPU machine lacks: native code paths, operators, kernels, page-locked memory."""
+    """Replace what a CPU machine lacks: native code paths, operators, kernels, page-locked memory."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    import torch  # only after the choice above is made
+    import torch  # only after the choice above
 
     declare_torchvision_operators()
-    # Its modules of vision-language models name these when they are imported; nothing here calls them.
+    # Modules of vision-language models refer to these when they are imported; they are never called here.
     for name in _VISION_OPERATORS:
         torch.library.define(f"sgl_kernel::{name}", "(Tensor a) -> Tensor")
     kernels = _NoKernels("sgl_kernel")
     kernels.__path__ = []
     sys.modules["sgl_kernel"] = kernels
-    # Adapters ask for pinned memory wherever they are; without a device to copy to, plain memory is the same.
+    # Adapters always request pinned memory; without a device, plain memory is the same.
     setattr(torch.Tensor, "pin_memory", lambda tensor, *args: tensor)  # noqa: B010
     for name in ("tensor", "empty", "zeros", "arange"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
-    # The record of routed experts locks its memory by hand.
+    # The recording of routed experts locks its memory itself.
     setattr(torch.cuda, "cudart", _NothingToLock)  # noqa: B010
     if _values(sys.argv, "--speculative-algorithm"):
         sys.exit("--sglang-speculative-algorithm needs a GPU: SGLang's kernels for it are in no CPU wheel")
@@ -98,7 +98,7 @@ def _values(words: list[str], option: str) -> list[str]:
     return [after for before, after in itertools.pairwise(words) if before == option]
 
 
-# As a script and in the processes that it spawns; whoever imports this module has a torch of its own.
+# Run as a script and in spawned processes; an importer of this module has its own torch.
 if __name__ in ("__main__", "__mp_main__") and "cpu" in _values(sys.argv, "--device"):
     fill_cpu_gaps()
     num_ranks = int((_values(sys.argv, "--tp-size") or ["1"])[-1])
@@ -107,7 +107,7 @@ if __name__ in ("__main__", "__mp_main__") and "cpu" in _values(sys.argv, "--dev
 
 
 def print_flags() -> None:
-    """The flags of the installed server as JSON: {"version", "flags": [{options, dest, nargs, ...}]}."""
+    """Print the installed server's flags as JSON: {"version", "flags": [{options, dest, nargs, ...}]}."""
     import argparse
 
     import sglang

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-# Words of the server's command that this process fills in.
+# Placeholders in the server's command that this process fills in.
 PORT, NCCL_PORT, BOOTSTRAP_PORT = "{port}", "{nccl_port}", "{bootstrap_port}"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
@@ -54,7 +54,7 @@ class Supervisor:
         self._workers: set[int] = set()
 
     def run(self) -> int:
-        """Runs until the server ends; returns its exit code."""
+        """Run until the server ends; return its exit code."""
         threading.Thread(target=self._watch_parent, daemon=True).start()
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
         named = [word for word in (NCCL_PORT, BOOTSTRAP_PORT) if word in self._options.command]
@@ -63,7 +63,7 @@ class Supervisor:
         port, words = held[PORT].port, {word: str(hold.port) for word, hold in held.items()}
         command = [words.get(word, word) for word in self._options.command]
         self._server = _spawn(command)
-        if self._options.beside:  # not below the server, whose workers may not end
+        if self._options.beside:  # not below the server, whose workers may survive it
             _spawn([command[0], "-P", self._options.beside, *command[1:]])
         while (code := self._server.poll()) is None and not self._serves(port):
             time.sleep(_POLL_S)
@@ -78,7 +78,7 @@ class Supervisor:
         return code
 
     def _serves(self, port: int) -> bool:
-        """True once the server makes a token (or whatever its probe stands for)."""
+        """Return True once the server generates a token (or its probe succeeds)."""
         try:
             url = f"http://{self._options.host}:{port}{self._options.probe}"
             with urllib.request.urlopen(url, timeout=30) as answer:
@@ -115,9 +115,9 @@ class Supervisor:
         self._end_group()
 
     def _end_group(self, why: str = "") -> None:
-        """Everything at once, this process included: it has nothing left to do."""
+        """Kill the whole group, including this process, which has nothing left to do."""
         if why:
-            print(f"supervisor: {why}; it is ended", flush=True)
+            print(f"supervisor: {why}; the server is killed", flush=True)
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
@@ -126,12 +126,12 @@ def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _die_with_parent() -> None:
-    """Runs in the child before exec: the kernel ends it with the supervisor, whose main thread spawned it."""
+    """Run in the child before exec: the kernel ends it with the supervisor's main thread."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _workers_of(server: int) -> set[int]:
-    """Processes below the server, whatever their depth."""
+    """Return all descendants of the server."""
     found, children = set[int](), list[psutil.Process]()
     with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
         children = psutil.Process(server).children(recursive=True)
@@ -143,7 +143,7 @@ def _workers_of(server: int) -> set[int]:
 
 
 def _kill_rest_of_group() -> None:
-    """Workers that a dead server left behind."""
+    """Kill workers that a dead server left."""
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError):
             if pid != os.getpid() and os.getpgid(pid) == os.getpgid(0):
@@ -151,7 +151,7 @@ def _kill_rest_of_group() -> None:
 
 
 def _state(pid: int) -> str | None:
-    """Return what the system says of a process; None: it has ended."""
+    """Return the system's state of a process; None: it has ended."""
     with contextlib.suppress(psutil.Error):
         state = psutil.Process(pid).status()
         return None if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else str(state)
@@ -168,13 +168,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True, help="0: any free one")
-    parser.add_argument("--probe", default="/health_generate", help="what answers 200 once it serves")
+    parser.add_argument("--probe", default="/health_generate", help="returns 200 when ready")
     parser.add_argument("--ready-file", required=True)
     parser.add_argument("--life-fd", type=int, required=True)
     parser.add_argument(
-        "--stopped-limit-s", type=float, default=10.0, help="a stopped server is ended after this"
+        "--stopped-limit-s", type=float, default=10.0, help="seconds after which a stopped server is killed"
     )
-    parser.add_argument("--beside", help="a script for the same interpreter that readies what a start needs")
+    parser.add_argument("--beside", help="a script that prepares the start, for the same interpreter")
     parser.add_argument("command", nargs="+", help="the server's command line, after --")
     return Supervisor(parser.parse_args(argv)).run()
 

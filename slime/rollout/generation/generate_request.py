@@ -12,7 +12,7 @@ from slime.rollout.generation.sample_images import encode_prompt_with_images, pi
 from slime.rollout.generation.scope import current_scope
 from slime.rollout.prompt_groups import attempt_of, describe
 from slime.utils import top_p
-from slime.utils.errors import EngineAnswerError
+from slime.utils.errors import EngineResponseError
 from slime.utils.processing_utils import encode_text
 from slime.utils.types import Sample
 from slime.wire.protocol import (
@@ -106,7 +106,7 @@ def token_budget(
 
 
 def check_answer(args: PluginArgs, request: GenerateRequest, answer: Generation) -> None:
-    """Raise EngineAnswerError for a response that cannot be right, so that it never becomes training data."""
+    """Raise EngineResponseError for an invalid response, so that it never becomes training data."""
     wrong = _wrong_with(args, request.sampling.max_new_tokens, answer) or wrong_images(request, answer)
     if not wrong and request.sampling.return_top_p_token_ids:
         found = top_p.from_meta(answer.meta)
@@ -115,7 +115,7 @@ def check_answer(args: PluginArgs, request: GenerateRequest, answer: Generation)
         else:
             wrong = top_p.wrong_with(*found, answer.ids, args.vocab_size)
     if wrong:
-        raise EngineAnswerError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
+        raise EngineResponseError(f"the engine's answer to request {request.rid} cannot be right: {wrong}")
 
 
 def _wrong_with(args: PluginArgs, budget: int | None, answer: Generation) -> str | None:

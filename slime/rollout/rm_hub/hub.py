@@ -26,7 +26,7 @@ from slime.utils.async_utils import in_background
 from slime.utils.column_rewards import needs_whole_group, reward_columns, scores_of, takes_columns
 from slime.utils.misc import load_function
 from slime.utils.plugin_errors import plugin_call, wrong_return
-from slime.utils.reward_failure import AnswerTooLarge, RewardFailure, infra_error, invalid
+from slime.utils.reward_failure import ComparisonTooLarge, RewardFailure, infra_error, invalid
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ async def check(
     else:
         module, _, name = function.rpartition(".")
         outcome = await get_pool(args).check(f"{module}:{name}", response, *truth)
-        if not isinstance(outcome, AnswerTooLarge):
+        if not isinstance(outcome, ComparisonTooLarge):
             return outcome
         reason = outcome.reason
     sample.metadata[NOT_COMPARED_KEY] = reason

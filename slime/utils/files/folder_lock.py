@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from slime.utils.errors import FolderTaken
+from slime.utils.errors import FolderInUse
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _POLL_S = 0.1
 
 
 class FolderLock:
-    """A lock held until `release` or the end of the process; others that want it get `FolderTaken`.
+    """A lock held until `release` or the end of the process; others that want it get `FolderInUse`.
 
     `release` removes the file. A process that waited for it then holds a removed file, and tries again.
     """
@@ -63,7 +63,7 @@ class FolderLock:
             is_gone = pid is not None and not psutil.pid_exists(pid)  # only its children hold the lock
             patience_s = _DEAD_HOLDER_S if is_gone else _GRACE_S
             if time.monotonic() - started > patience_s:
-                raise FolderTaken(
+                raise FolderInUse(
                     f"{self._flag} {self._folder} is in use by process {holder.get('pid')} on "
                     f"{holder.get('host')}: two runs in one folder would mix; wait for its end, or give "
                     "another folder."
@@ -106,7 +106,7 @@ def holder_here(folder: Path, flag: str) -> int | None:
 
 
 def refuse_locked(folder: Path, flag: str) -> None:
-    """Raise `FolderTaken` if somebody holds the lock of a folder, and keeps it."""
+    """Raise `FolderInUse` if somebody holds the lock of a folder, and keeps it."""
     if is_locked(folder, flag):
         FolderLock(folder, flag).release()
 

@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from slime.utils.errors import FolderTaken
+from slime.utils.errors import FolderInUse
 from slime.utils.files.folder_lock import FolderLock, is_locked
 from slime.utils.files.step_folders import read_step, same_folder, step_folders
 
@@ -165,7 +165,7 @@ def claim_run_folder(base: str, resumption: Resumption | None) -> Iterator[str]:
                 Path(name).mkdir(parents=True, exist_ok=True)
                 stack.callback(_remove_empty, Path(name))
                 stack.callback(FolderLock(Path(name), CLAIM).release)
-            except FolderTaken:
+            except FolderInUse:
                 continue
             except OSError:  # why the folder cannot be written is reported when it is opened
                 break
@@ -263,7 +263,7 @@ def _as_written(value: Any) -> Any:
 
 
 def refuse_other_run(folder: Path, resumption: Resumption | None) -> tuple[RunRecord | None, bool]:
-    """Return a folder's run, and whether `resumption` resumes it. FolderTaken: it is another run."""
+    """Return a folder's run, and whether `resumption` resumes it. FolderInUse: it is another run."""
     before = read_run(folder)
     resumes = resumption is not None and resumption.continues(before)
     if is_used(folder) and not resumes:
@@ -273,7 +273,7 @@ def refuse_other_run(folder: Path, resumption: Resumption | None) -> tuple[RunRe
             owner = f"run {before.id}, started {before.last.start} ({before.last.exit or 'not ended'})"
             if before.last.checkpoints is None:
                 way_out = ". That run had no --save: there is nothing to resume from."
-        raise FolderTaken(f"--run-dir {folder} belongs to {owner}: give another folder{way_out}")
+        raise FolderInUse(f"--run-dir {folder} belongs to {owner}: give another folder{way_out}")
     return before, resumes
 
 
@@ -295,7 +295,7 @@ def open_run_file(
 ) -> RunRecord:
     """Write the record of the run that starts in `folder`; the caller holds its lock.
 
-    FolderTaken: the folder belongs to another run.
+    FolderInUse: the folder belongs to another run.
     """
     before, resumes = refuse_other_run(folder, resumption)
     start = Start(_now(), settings, _versions(), _machine(), checkpoints, resumed, inputs=inputs)

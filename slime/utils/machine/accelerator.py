@@ -31,7 +31,7 @@ def process_group_backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def take_peak_memory() -> int | None:
+def drain_peak_memory() -> int | None:
     """Return the most bytes in use on this process's device since the last call; None on a CPU.
 
     Other processes count with what they hold now: engines take their memory at their start, and keep it or

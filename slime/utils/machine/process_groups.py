@@ -85,7 +85,7 @@ def limit_every_group(timeout: datetime.timedelta) -> None:
             _set_pg_timeout(timeout, group)
 
 
-def group_beside_the_default(
+def additional_group(
     store: Store, rank: int, world_size: int, backend: str, name: str, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
     """Join the group `name` as `rank`; return when all `world_size` ranks have met at the store.

@@ -105,7 +105,7 @@ class _Attempts:
 
     started: float
     broken: dict[str, str] = field(default_factory=dict)
-    asked_full: bool = False
+    requested_full: bool = False
 
     @property
     def seconds(self) -> float:
@@ -171,12 +171,12 @@ class LocalCopy:
         held = state["version"] if state and state["folder"] not in attempts.broken else None
         route = find_route(index, held, target, [*attempts.broken])
         if route is None:
-            if not attempts.asked_full:
+            if not attempts.requested_full:
                 logger.warning(
                     "No chain of deltas leads to weights %s: requesting a full copy from the trainer", target
                 )
                 source.want_full()
-                attempts.asked_full = True
+                attempts.requested_full = True
             return None
         try:
             folder = self._follow(route, source, target, state)

@@ -42,9 +42,9 @@ def test_rows_depend_on_nothing_but_their_number_and_weights_are_kept():
 
 
 def test_tasks_take_turns_by_weight():
-    from slime.agent.environments.rows import _take_turns
+    from slime.agent.environments.rows import _interleave
 
-    turns = [c.task for c in itertools.islice(_take_turns(read_choices("reasoning_gym:a=2,b,c")), 400)]
+    turns = [c.task for c in itertools.islice(_interleave(read_choices("reasoning_gym:a=2,b,c")), 400)]
     assert Counter(turns) == {"a": 200, "b": 100, "c": 100}
     assert turns[:4] in (["a", "b", "a", "c"], ["a", "b", "c", "a"])
 
@@ -86,7 +86,7 @@ def test_flags_of_environments_do_nothing_without_one(tmp_path):
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ("nope:X", "No module named 'nope'; 'nope' is no family of environments either"),
+        ("nope:X", "No module named 'nope'; 'nope' is no environment family either"),
         ("reasoning-gym:gcd", "did you mean reasoning_gym"),
         ("missing.py:X", "no such plug-in file: missing.py"),
         ("environments_under_test:Nobody", "has no 'Nobody'; it defines"),

@@ -182,7 +182,7 @@ def test_an_episode_that_is_out_of_time_ends_with_the_turns_it_has(tmp_path):
         ("Raises", "step raised KeyError: 'no such door'"),
         ("Rubbish", "step returned dict; return a StepResult"),
         ("NotANumber", "step gave the reward nan"),
-        ("Nothing", "step gave no observation, and the episode is not done"),
+        ("Nothing", "step returned no observation before the end"),
     ],
 )
 def test_an_environment_that_breaks_is_a_failure_with_its_name_and_never_a_score(tmp_path, name, said):

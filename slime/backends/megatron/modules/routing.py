@@ -214,7 +214,7 @@ class RoutedLayer(TransformerLayer):
         return super().forward(*args, **kwargs)
 
 
-def take_metrics(routers: Sequence[PackedRouter], num_experts: int) -> tuple[Tensor, dict[str, float]]:
+def drain_metrics(routers: Sequence[PackedRouter], num_experts: int) -> tuple[Tensor, dict[str, float]]:
     """Counts [layers, experts] since the last call, and the balance losses as means over layers.
 
     A collective of all ranks.

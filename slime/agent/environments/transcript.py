@@ -27,7 +27,7 @@ _END_OF_THOUGHT = "</think>"
 _PICTURE = "<image>"  # in the text of an observation: the place of the next image
 
 
-class Voice:
+class ObservationRenderer:
     """Turns observations into token ids, with the chat template or as plain text."""
 
     def __init__(self, args: PluginArgs, tokenizer: Any):
@@ -112,11 +112,11 @@ def _processor(checkpoint: str) -> Any:
     return found
 
 
-class Seat:
+class Transcript:
     """The sample of one player, and its turns."""
 
-    def __init__(self, args: PluginArgs, sample: Sample, voice: Voice):
-        self.args, self.sample, self.voice = args, sample, voice
+    def __init__(self, args: PluginArgs, sample: Sample, renderer: ObservationRenderer):
+        self.args, self.sample, self.renderer = args, sample, renderer
         self.turns: list[tuple[int, int, float]] = list(sample.turn_rewards or ())
 
     def read(self, observation: Observation, longest: int | None, context: int | None) -> bool:
@@ -124,20 +124,20 @@ class Seat:
         sample, pictures = self.sample, _pictures(observation)
         processor = _processor(str(self.args.hf_checkpoint)) if pictures else None
         if not sample.tokens:
-            ids = self.voice.first(observation)
+            ids = self.renderer.first(observation)
             if not ids:
                 raise PromptError("the environment's first observation has no tokens")
-            sample.prompt, sample.tokens = self.voice.tokenizer.decode(ids), ids
+            sample.prompt, sample.tokens = self.renderer.tokenizer.decode(ids), ids
             if pictures:
                 sample.multimodal_inputs = {"images": pictures}
                 encode_prompt_with_images(sample, ids, processor)
             return True
-        ids = self.voice.next(observation, sample.tokens[-1])
+        ids = self.renderer.next(observation, sample.tokens[-1])
         room = token_budget(self.args, sample, longest, context)
         of_pictures = sum(len(encoder_of(processor).encode(one).ids) - 1 for one in pictures)
         if room is not None and len(ids) + of_pictures >= room:
             return False
-        text = self.voice.tokenizer.decode(ids)
+        text = self.renderer.tokenizer.decode(ids)
         if pictures:
             append_with_images(sample, ids, pictures, processor, text=text)
         elif ids:
@@ -161,7 +161,7 @@ class Seat:
     def text_since(self, start: int) -> str:
         """Return what the policy wrote in the turn that started at `start` of the response."""
         sample = self.sample
-        return self.voice.action(sample.tokens[len(sample.tokens) - sample.response_length + start :])
+        return self.renderer.action(sample.tokens[len(sample.tokens) - sample.response_length + start :])
 
 
 def fingerprint(observation: Observation) -> str:
