@@ -158,7 +158,7 @@ class HangWatch:
             interrupt = ctypes.py_object(KeyboardInterrupt)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._driver), interrupt)
         if not self._ended.wait(_END_TIMEOUT_S):
-            logger.error("The run did not stop within %.0f s; its process is ended.", _END_TIMEOUT_S)
+            logger.error("The run did not stop within %.0f s; its driver process is killed.", _END_TIMEOUT_S)
             os._exit(_EXIT_CODE)
 
 

@@ -121,7 +121,7 @@ class HeartbeatWatch(Generic[M]):
                 self._on_return(member)
             if heard and clock.silent_s >= self._warn_after_s:
                 # Only now: whoever reads this line may call it.
-                logger.warning("%s answers again after %.0f s", member.title, clock.silent_s)
+                logger.warning("%s responds again after %.0f s", member.title, clock.silent_s)
             watched.given_up, watched.next_warning_s = False, self._warn_after_s
             waits.mark(watched, None)
             clock.hear()
@@ -146,7 +146,7 @@ class HeartbeatWatch(Generic[M]):
         if clock.silent_s >= watched.next_warning_s and not clock.is_overdue:
             watched.next_warning_s *= 2
             cause = clock.describe()
-            logger.warning("%s has not answered for %.0f s: %s", member.title, clock.silent_s, cause)
+            logger.warning("%s has not responded for %.0f s: %s", member.title, clock.silent_s, cause)
 
 
 class HttpServer(Protocol):

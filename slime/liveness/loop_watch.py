@@ -36,7 +36,7 @@ def _watch(loop: asyncio.AbstractEventLoop) -> None:
             if place not in reported:
                 reported.add(place)
                 logger.warning(
-                    "%s has held up the event loop for %.0f s so far: all other samples wait. Let it `await` "
+                    "%s has blocked the event loop for %.0f s so far: all other samples wait. Let it `await` "
                     "what takes long, e.g. asyncio.to_thread(f, ...).",
                     *(place, _SLOW_S),
                 )

@@ -128,7 +128,7 @@ def _check_owner(connection: sqlite3.Connection, path: Path, run_id: str) -> str
     (owner,) = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone() or ("unknown",)
     if owner != run_id and connection.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone():
         raise RecordError(
-            f"{path} is the record of run {owner}, not of {run_id or 'a new run'}; use "
+            f"{path} is the record of run {owner}, this is {f'run {run_id}' if run_id else 'a new run'}; use "
             "another folder, or move the file away."
         )
     return str(owner)

@@ -208,7 +208,7 @@ class RolloutDataSource(DataSource):
             raise ValueError(f"{found}; this version reads up to {STATE_FORMAT}.")
         if self.dataset is not None and (saved := state.get("num_prompts", len(self))) != len(self):
             now = f"--prompt-data has {len(self)} prompts now, the saved run had {saved}"
-            logger.warning("%s: the rest of this epoch is in another order than before the resume", now)
+            logger.warning("%s: the order of the rest of this epoch differs from before the resume", now)
         elif self.dataset is not None and state.get("prompts", self.dataset.digest) != self.dataset.digest:
             logger.warning("--prompt-data has other prompts than when the checkpoint was saved.")
         for name in _COUNTERS:

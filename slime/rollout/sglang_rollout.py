@@ -240,7 +240,7 @@ async def _generate_with_retries(
             if attempt == allowed:
                 made_all = f"{attempt} attempts were made (--limits group-attempts)"
                 raise GroupFailed(f"{cause}; {made_all}.") from error
-            logger.warning("attempt %d of %d: %s", attempt, allowed, cause)
+            logger.warning("Attempt %d of %d to generate failed: %s", attempt, allowed, cause)
             entry = copy_group(origin)[0]
     raise AssertionError("the last attempt either returns or raises")
 
@@ -253,7 +253,7 @@ async def abort(args: PluginArgs, rollout_id: int) -> None:
     """
     scope = GenerateState(args).scope
     if scope.rids:
-        logger.info("rollout %s: aborting %d requests", rollout_id, len(scope.rids))
+        logger.info("Rollout %s: aborting %d requests", rollout_id, len(scope.rids))
     await abort_scope(args, scope)
 
 
@@ -281,7 +281,7 @@ async def abort_scope(args: PluginArgs, scope: RequestScope) -> None:
                 await client.cancel_scope(urls, scope.name)
             await client.cancel(urls, named)
     except (http_utils.HttpError, waits.WaitTimeout) as error:
-        logger.warning("abort of %d requests: %s", len(rids), error)
+        logger.warning("Aborting %d requests failed: %s", len(rids), error)
 
 
 def start_group(

@@ -15,7 +15,7 @@ _SLEEP_S = 60.0
 def sleep(args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
     """A rollout that only sleeps, for --rollout-function-path with --debug-rollout-only."""
     router = f"{args.sglang_router_ip}:{args.sglang_router_port}"
-    logger.info("engines are up at %s; Ctrl-C ends the run", router)
+    logger.info("The engines are ready at %s; Ctrl-C ends the run.", router)
     with waits.waiting("Ctrl-C", owner="rollout", deadline_s=math.inf):  # no hang: it is meant to last
         while True:
             time.sleep(_SLEEP_S)

@@ -75,7 +75,7 @@ def _join_or_start() -> None:
             if not again:
                 where = f"no Ray cluster answers at RAY_ADDRESS={address}" if address else "Ray did not start"
                 raise RunStopped(f"{where}: {error}") from error
-            logger.warning("Ray did not start (%s); once more.", error)
+            logger.warning("Ray did not start (%s); retrying once.", error)
 
 
 class _Actor:

@@ -69,7 +69,7 @@ def test_engines_that_already_run_are_used_and_left_running(world):
         wrong = run_train(
             world, "wrong", num_rollout=2, rollout_external_engine_addrs=["127.0.0.1:9"], check=False
         )
-        assert wrong.returncode == 2 and "no engine answers at http://127.0.0.1:9" in wrong.stderr
+        assert wrong.returncode == 2 and "no engine responds at http://127.0.0.1:9" in wrong.stderr
     finally:
         engine.kill()
         engine.wait()

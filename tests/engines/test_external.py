@@ -91,12 +91,12 @@ def test_what_is_no_address_is_refused(address):
 
 def test_nobody_at_an_address_is_one_error_that_names_it(model):
     url = refused_url()
-    with pytest.raises(ValueError, match=rf"no engine answers at {re.escape(url)} .*start it, or correct"):
+    with pytest.raises(ValueError, match=rf"no engine responds at {re.escape(url)} .*start it, or correct"):
         discover([url.removeprefix("http://")], model)
 
 
 def test_a_host_that_does_not_exist_is_the_same_error(model):
-    with pytest.raises(ValueError, match=r"no engine answers at http://no-such-host\.invalid:30000"):
+    with pytest.raises(ValueError, match=r"no engine responds at http://no-such-host\.invalid:30000"):
         discover(["no-such-host.invalid:30000"], model)
 
 

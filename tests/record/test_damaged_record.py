@@ -171,7 +171,7 @@ def test_the_record_of_another_run_is_told_from_that_of_the_folder(tmp_path, cap
     run = open_run_file(tmp_path, {}, None, None, None)
     made_run(tmp_path)
     assert ledger_command.main(["audit", str(tmp_path)]) == 2
-    assert f"is the record of run run, and its folder is that of run {run.id}" in capsys.readouterr().err
+    assert f"is the record of run run, but its folder belongs to run {run.id}" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_the_ledger_knows_nothing_of_is_told(tmp_path):

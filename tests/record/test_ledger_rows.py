@@ -302,7 +302,7 @@ def test_a_full_disk_is_told_once_and_the_audit_says_that_nothing_can_be_proven(
     ledger.issued([group_of(1)], from_buffer=False)
     assert "could not be written" in "\n".join(world.audit().violations)
     told = [r.getMessage() for r in caplog.records if "cannot be written" in r.getMessage()]
-    assert len(told) == 1 and "after a crash more is made again" in told[0]
+    assert len(told) == 1 and "after a crash more is generated again" in told[0]
 
 
 def test_events_are_written_once_where_old_samples_cannot_be_removed(world):

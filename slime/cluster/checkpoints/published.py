@@ -53,7 +53,7 @@ class Models:
             return
         if link.exists() and not link.is_symlink():
             logger.warning(
-                "%s is no link of this run, so it was not changed; the last model is in %s", link, folder
+                "%s is not a link of this run, so it was not changed; the last model is in %s", link, folder
             )
             return
         inside = folder.resolve().is_relative_to(self._run_dir.resolve())  # such a link survives a move
@@ -77,7 +77,7 @@ class Models:
         if self._push is not None:
             _, running = concurrent.futures.wait([self._push], _PUSH_DEADLINE_S)
             if running:
-                logger.warning("--push-to-hub is not done after %.0f s; it is given up", _PUSH_DEADLINE_S)
+                logger.warning("--push-to-hub took more than %.0f s and is abandoned", _PUSH_DEADLINE_S)
 
     def _upload(self, folder: Path, rollout_id: int, before: concurrent.futures.Future[None] | None) -> None:
         if before is not None:

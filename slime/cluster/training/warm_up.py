@@ -78,7 +78,7 @@ def _timed(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.info("not %s before the start: %s: %s", what, type(error).__name__, error)
+        logger.info("Not %s in advance (the first step does it): %s: %s", what, type(error).__name__, error)
     else:
         logger.info("%s before the model is loaded (%.1f s)", what, time.monotonic() - started)
 

@@ -222,7 +222,7 @@ class Collector(abc.ABC):
             self._drop(ticket, ticket.origin, "generation", str(error))
 
     def _drop(self, ticket: Ticket, group: Group, reason: str, cause: str) -> None:
-        logger.warning("dropped: %s", cause)
+        logger.warning("A group is dropped: %s", cause)
         del self._tickets[ticket.number]
         self.counts["failed"] += 1
         self._settle([group], "failed", reason)
@@ -245,7 +245,7 @@ class Collector(abc.ABC):
         allowed = limit(self.args, "group-attempts")
         if attempts >= allowed:
             raise GroupFailed(f"{cause}; {attempts} attempts were made (--limits group-attempts).{hint}")
-        logger.warning("generated again (attempt %d of %d): %s", attempts + 1, allowed, cause)
+        logger.warning("A group is generated again (attempt %d of %d): %s", attempts + 1, allowed, cause)
         del self._tickets[ticket.number]
         self._return_groups([next_attempt(group)])
 

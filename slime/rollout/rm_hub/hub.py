@@ -95,7 +95,7 @@ async def check(
         reason = outcome.reason
     sample.metadata[NOT_COMPARED_KEY] = reason
     what = "its answer is too large to be compared and counts as wrong"
-    logger.warning("sample %s: %s (%s)", sample.index, what, reason)
+    logger.warning("Sample %s: %s (%s)", sample.index, what, reason)
     return wrong
 
 

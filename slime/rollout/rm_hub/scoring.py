@@ -66,7 +66,9 @@ async def _score(
             temporary = any(failure.kind == "infra_error" for failure in failures)
             if not temporary or (path is None and _is_remote(args, samples[0])):
                 break  # remote judges have retries of their own
-            logger.warning("reward of sample %s failed, retrying: %s", samples[0].index, failures[0].reason)
+            logger.warning(
+                "The reward of sample %s failed, retrying: %s", samples[0].index, failures[0].reason
+            )
             await asyncio.sleep(_RETRY_DELAY_S * 2**retry)
             outcomes = await _attempt(args, samples, path, evaluation, by_group)
     for sample, outcome in zip(samples, outcomes, strict=True):
@@ -138,7 +140,7 @@ def _conclude(args: PluginArgs, sample: Sample, outcome: Any) -> None:
     if sample.reward_failure is None:
         _failed_in_a_row = 0
         return
-    logger.warning("sample %s has no reward (%s): %s", sample.index, outcome.kind, outcome.reason)
+    logger.warning("Sample %s has no reward (%s): %s", sample.index, outcome.kind, outcome.reason)
     flag, allowed = "--reward-failure-action stop", 1
     if args.reward_failure_action != "stop":
         allowed = limit(args, "reward-failures")

@@ -100,7 +100,7 @@ class CheckPool:
             except (EOFError, OSError):  # the worker died: out of memory, a crash, or `close`
                 how = worker.describe_end()
                 if not self._closed:
-                    logger.warning("a reward worker %s while it ran %s; another takes its place", how, job[1])
+                    logger.warning("A reward worker %s while it ran %s; a new one replaces it", how, job[1])
                 future.set_result(infra_error(f"reward check {function} lost its worker, which {how}"))
                 worker.kill()
             except Exception as error:  # arguments that cannot be pickled are the caller's mistake
