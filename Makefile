@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 1)
-# A CPU machine gets a CPU build of torch; a GPU machine takes what its index offers.
+# A CPU machine gets a CPU build of torch; a GPU machine gets the build of its package index.
 CONSTRAINTS := $(if $(HAS_GPU),,-c constraints-cpu.txt)
 STAMP := $(VENV)/.installed
 # SGLang pins its own torch and transformers, its router needs neither: each has an environment of its own.
@@ -13,18 +13,18 @@ BROWSER_VENV := .venv-browser
 # The parts of the long suites that `make ci` runs.
 MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py grouped_experts.py list_kernels.py)
 SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algorithms/test_logprob_kernels.py tests/weight_sync/test_fp8_kernel.py
-# What needs no model, no engine and no run of training.
+# Tests without a model, an engine or a training run.
 FAST := $(addprefix tests/,algorithms arguments batch data observability utils wire)
-# But for four, which look at whole trainers, models and engines or start ranks; a file that is named is not ignored.
+# Excluded are four files that test whole trainers, models and engines or start ranks (--ignore has no effect on named files).
 FAST += $(filter-out tests/test_protocols.py tests/test_security.py,$(wildcard tests/test_*.py))
 FAST += --ignore=tests/batch/test_flops.py --ignore=tests/utils/test_machine_copies.py
 # Workers of one thread each; a file stays with one of them, with its engines and models. Five keep two cores
 # at work: tests of processes wait, for one that starts, ends or is late on purpose.
 WORKERS ?= 5
 PYTEST := $(BIN)/python -m pytest -q
-# Compiled modules are kept: where this is set, every process of every test would compile them anew.
+# Keep compiled modules: with this variable, every process of every test would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
-# In the order of the folders, which end with small files: no worker is left alone with a long one.
+# In the order of the folders, which end with small files: no long file is left for a single worker at the end.
 PARALLEL := $(PYTEST) --dist loadfile --no-loadscope-reorder --durations 20
 
 .PHONY: install quickstart test test-fast ci test-slow test-trackers test-browser test-gpu test-megatron
@@ -48,18 +48,18 @@ quickstart: $(STAMP)
 test: $(STAMP) lint
 	$(PARALLEL) -n $(WORKERS)
 
-# The pure parts, in a minute.
+# Tests of pure functions, in a minute.
 test-fast: $(STAMP)
 	$(PARALLEL) -n 2 $(FAST)
 
-# What continuous integration runs: the tests, and what of the Megatron and SGLang suites is quick.
+# What continuous integration runs: the tests, and the quick part of the Megatron and SGLang suites.
 ci: test
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
 	$(PYTEST) -m "megatron and not slow and not gpu" --timeout 900 $(MEGATRON_QUICK)
 	$(MAKE) sglang-env
 	$(PYTEST) -m "sglang and not slow" --timeout 900 $(SGLANG_QUICK)
 
-# The tests of one leaf alone, a part that no training step needs: `make test-leaf-agent`.
+# The tests of one leaf (a part that no training step needs), for example `make test-leaf-agent`.
 LEAF_agent := tests/agent
 LEAF_compat := tests/drop_in tests/test_moved.py tests/test_facade_shapes.py
 LEAF_dashboard := tests/dashboard
@@ -78,7 +78,7 @@ test-slow: $(STAMP)
 test-hosts: $(STAMP)
 	$(PYTEST) -m hosts --timeout 3600 tests/hosts
 
-# Kills at random points of tiny runs, each held against an undisturbed one; `make test-crash KILLS=1000`.
+# Kills at random points of tiny runs, each compared with an undisturbed one; `make test-crash KILLS=1000`.
 KILLS ?= 200
 test-crash: $(STAMP)
 	$(BIN)/python tests/crash/chains.py --kills $(KILLS) --folder $$(mktemp -d)
@@ -127,7 +127,7 @@ test-megatron: $(STAMP)
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[megatron]"
 	$(PYTEST) -m "megatron and not gpu" --timeout 1800
 
-# Real agent programs, each apart from our own packages: their versions of openai exclude each other.
+# Real agent programs, in environments of their own: their versions of openai conflict.
 agents-env: bubblewrap
 	test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/python -m pip install -q openai anthropic openai-agents
@@ -136,17 +136,17 @@ agents-env: bubblewrap
 	mkdir -p .venv-agents/node
 	cd .venv-agents/node && npm install --silent --no-audit --no-fund @openai/codex @anthropic-ai/claude-code
 
-# Without it, and without the right to install it, boxes are made of user namespaces.
+# If it cannot be installed, sandboxes use user namespaces.
 bubblewrap:
 	command -v bwrap >/dev/null || (apt-get update -qq && apt-get install -y -qq bubblewrap) || \
-	  echo "bubblewrap is not installed, and cannot be: boxes are made of user namespaces"
+	  echo "bubblewrap is not installed, and cannot be: sandboxes use user namespaces"
 
 # SGLang's part only where `make sglang-env` has made its environment.
 test-agents: $(STAMP) agents-env
 	$(PYTEST) -m agents --timeout 900 tests/agent
 	test ! -x $(SGLANG_VENV)/bin/python || $(PYTEST) -m sglang --timeout 1200 tests/agent
 
-# Boxes and tools with everything that they can use.
+# Sandboxes and tools with all optional packages.
 test-sandbox: $(STAMP) bubblewrap
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[mcp,search,e2b,daytona]"
 	$(PYTEST) tests/agent/sandbox tests/agent/tools tests/agent/rewards

@@ -188,7 +188,7 @@ def test_a_converted_model_of_unknown_layout_leaves_hf_checkpoint_its_place(qwen
     assert weights_source(qwen3[1], other, "the-hf-model") == "the-hf-model"
     assert "q_layernorm" in caplog.text and "the-hf-model are used instead" in caplog.text
     trained = shutil.copytree(qwen3[1], tmp_path / "iter_0000012")
-    with pytest.raises(ValueError, match=r"iter_0000012 cannot be read: a llama has no place for"):
+    with pytest.raises(ValueError, match=r"iter_0000012 cannot be read: a llama does not have"):
         weights_source(trained, other, "the-hf-model")
     with pytest.raises(UnknownLayout):
         TorchDistFolder(trained, other)
