@@ -150,9 +150,7 @@ def _walk_groups(history: list[LedgerRow], found: Audit, finished: bool) -> dict
         found.violations.append(f"groups {gaps[:5]} were never handed out, though later ones were")
     in_flight = sorted(group for group, where in state.items() if where == "in flight")
     if finished and in_flight:
-        found.violations.append(
-            f"groups {in_flight[:5]} are lost: the run ended before they were kept, dropped or returned"
-        )
+        found.violations.append(f"groups {in_flight[:5]} are lost: the run ended with them in flight")
     found.groups = Counter(state.values())
     return kept
 

@@ -251,9 +251,7 @@ class RecordWriter:
         else:
             self._missed["missed_events"] += len(part)
             what = f"{len(part)} events of rollout {part[-1].rollout}: not recorded, so that after a crash "
-            what += (
-                f"more is generated again than needed, and `{as_typed('ledger', 'audit')}` can prove nothing"
-            )
+            what += f"more is generated again than needed; `{as_typed('ledger', 'audit')}` can prove nothing"
         with contextlib.suppress(sqlite3.Error), self._connection:  # these few bytes may still fit
             self._write_missed()
         if is_first:

@@ -83,5 +83,5 @@ def push_plan(args: PluginArgs) -> PushPlan:
 
 async def newest_version_held(urls: Sequence[str]) -> int | None:
     """Return the newest version that an engine reports; None if none responds (they are restarting)."""
-    held = await asyncio.gather(*(EngineControl(url, ASK_DEADLINE_S).held_version() for url in urls))
+    held = await asyncio.gather(*(EngineControl(url, ASK_DEADLINE_S).loaded_version() for url in urls))
     return max((number for version in held if (number := version_number(version)) is not None), default=None)
