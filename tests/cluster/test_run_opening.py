@@ -290,7 +290,7 @@ def test_a_record_of_another_run_is_refused_and_left_as_it_is(tmp_path):
     refuse_taken(parse(run_dir=str(file.parent), record_max_mib=0))
     file.unlink()
     file.mkdir()
-    with pytest.raises(FolderInUse, match="is no file"):
+    with pytest.raises(FolderInUse, match="is not a file"):
         refuse_taken(parse(run_dir=str(file.parent)))
 
 

@@ -210,7 +210,7 @@ def test_what_is_no_record_is_named(tmp_path):
         RecordWriter(tmp_path / "record.db", "run-1", MIB)
     (tmp_path / "record.db").unlink()
     (tmp_path / "record.db").mkdir()
-    with pytest.raises(RecordError, match="is no file"):
+    with pytest.raises(RecordError, match="is not a file"):
         open_record(tmp_path)
 
 
