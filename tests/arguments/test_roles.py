@@ -70,7 +70,7 @@ def test_what_a_role_cannot_have_is_refused_by_name(tmp_path, rows, said):
 
 def test_a_critic_is_refused_where_none_trains(tmp_path):
     with pytest.raises(
-        ValueError, match="settings of a critic, which trains only with --advantage-estimator ppo"
+        ValueError, match="settings of a critic, which is trained only with --advantage-estimator ppo"
     ):
         roles(tmp_path, "{role: critic, overrides: {lr: 0.1}}", estimator=())
 

@@ -129,7 +129,7 @@ def test_the_script_that_asks_for_the_flags_is_where_it_is_looked_for():
 def test_a_router_policy_is_for_the_router_that_is_there(monkeypatch):
     asked = {"rollout_engine": "embedded", "sglang_router_policy": "cache_aware"}
     (block,) = (w for w in parse(**asked).warnings if "--sglang-router-policy" in w)
-    assert "--rollout-engine embedded has slime's own balancer" in block
+    assert "--rollout-engine embedded uses slime's own balancer" in block
     draft = SimpleNamespace(
         sglang_router_policy="cache_aware", debug_train_only=False, rollout_router="sglang", idle=[],
         rollout_engine="sglang", rollout_external_engine_addrs=None, router_python=None, router_options={},

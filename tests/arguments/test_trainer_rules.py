@@ -18,11 +18,11 @@ from argument_helpers import parse
         ({"lora_alpha": 16}, "--lora-alpha is 16.0, but it has an effect only with --lora-rank"),
         (
             {"lora_rank": 8, "lora_sync": "adapter", "update_weight_transport": "distributed"},
-            "--lora-sync adapter with --update-weight-transport distributed: adapters alone go in memory",
+            "--lora-sync adapter with --update-weight-transport distributed: adapters are sent in memory",
         ),
         (
             {"lora_rank": 8, "lora_sync": "adapter", "update_weight_mode": "delta"},
-            "--lora-sync adapter with --update-weight-mode delta: adapters go whole",
+            "--lora-sync adapter with --update-weight-mode delta: adapters are sent whole",
         ),
         (
             {

@@ -295,7 +295,7 @@ def test_a_checkpoint_of_another_model_is_one_error_that_names_the_difference(mo
     backend = backend_of(trainer_args(other))
     with pytest.raises(
         ValueError,
-        match=r"another model.*embed_tokens.weight is \[128, 64\] there and \[128, 32\] here|lm_head",
+        match=r"another model.*embed_tokens.weight is \[128, 64\] in it and \[128, 32\] here|lm_head",
     ):
         backend.load(tmp_path / "ckpt")
     with pytest.raises(ValueError, match="not a trainer checkpoint"):

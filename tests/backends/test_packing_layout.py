@@ -96,7 +96,7 @@ def test_compiled_layers_can_be_prepared_without_a_gpu(monkeypatch):
 def test_what_packed_attention_cannot_do_is_refused_by_name():
     x = torch.zeros(1, 1, 2, 4)
     documents = PackedDocuments.from_lengths([2])
-    with pytest.raises(ValueError, match="Identity has a mask of its own"):
+    with pytest.raises(ValueError, match="Identity uses an attention mask"):
         transformers_attention(torch.nn.Identity(), x, x, x, None, documents=documents, position_bias=x)
     with pytest.raises(ValueError, match="dropout"):
         transformers_attention(torch.nn.Identity(), x, x, x, None, documents=documents, dropout=0.1)

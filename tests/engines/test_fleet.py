@@ -280,7 +280,7 @@ def test_an_engine_that_lost_its_weights_is_replaced_by_name(make, caplog):
     eventually(lambda: not psutil.pid_exists(old) or fleet.servers[0].pid != old)
     fleet.set_mood("well")
     eventually(lambda: fleet.fleet.num_restarts >= 1)
-    assert "engine-0 is evicted: it holds weights default, and the run is at well" in caplog.text
+    assert "engine-0 is removed from the fleet: it has weights default, but the run is at well" in caplog.text
 
 
 def test_stopping_leaves_no_process(make):

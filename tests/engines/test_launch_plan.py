@@ -147,7 +147,7 @@ def test_the_model_of_the_checkpoint_learns_and_another_does_not(write):
         ),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: b, server_groups: [{num_gpus: 1}]}]",
-            r"update_weights is true for a, b: one model learns",
+            r"update_weights is true for a, b: keep one",
         ),
         (
             "sglang: [{name: a, model_path: x, server_groups: [{num_gpus: 1, overrides: {model_path: y}}]}]",

@@ -98,7 +98,10 @@ def test_a_stopped_router_is_named_and_started_again(python, tmp_path, caplog):
             ):
                 process.suspend()
             eventually(lambda: router._watched.num_restarts == 1)
-            assert "router is evicted: no sign of life for 3 s" in caplog.text and "SIGSTOP" in caplog.text
+            assert (
+                "router is removed from the fleet: no sign of life for 3 s" in caplog.text
+                and "SIGSTOP" in caplog.text
+            )
             assert ask(router)["output_ids"]
         finally:
             router.stop()

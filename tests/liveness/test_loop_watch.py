@@ -35,7 +35,7 @@ def test_code_that_holds_the_loop_up_is_named_with_its_line(loop, caplog):
     finally:
         release.set()
     task.result(PATIENCE_S)
-    assert "has held up the event loop" in caplog.text
+    assert "has blocked the event loop" in caplog.text
     assert "test_loop_watch.py:" in caplog.text
 
 

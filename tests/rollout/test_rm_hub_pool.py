@@ -103,7 +103,7 @@ def test_missing_function_is_an_infra_error_naming_it(pool):
 def test_worker_that_dies_is_an_infra_error_that_says_how_and_is_replaced(pool, caplog):
     failure = asyncio.run(pool.check("os:abort"))
     assert failure.kind == "infra_error" and "lost its worker, which (pid " in failure.reason
-    assert "while it ran os:abort; another takes its place" in caplog.text
+    assert "while it ran os:abort; a new one replaces it" in caplog.text
     assert asyncio.run(pool.check("operator:add", 1, 1)) == 2
 
 

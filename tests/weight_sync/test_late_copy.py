@@ -156,7 +156,7 @@ def test_an_engine_that_gets_no_copy_is_evicted_and_the_cause_is_behind_the_end(
     fleet, weights, server = member
     faulty.error = errno.EIO
     assert weights.receive(publish(sender))["perf/engines_evicted"] == 1
-    assert server.kills == 1 and "engine-0 is evicted: the copy of the weights" in caplog.text
+    assert server.kills == 1 and "engine-0 is removed from the fleet: the copy of the weights" in caplog.text
     fleet.wait_ready()  # the watch begins: it is started again, asks again, and dies too often
     error = fleet.failure.exception(timeout=PATIENCE_S)
     assert "engines died 4 times" in str(error) and "EIO" in str(error) and "EIO" in str(error.__cause__)
@@ -216,7 +216,7 @@ def test_an_engine_that_does_not_answer_within_the_deadline_is_evicted_by_name(
     )
     assert time.monotonic() - started < LONG_S and server.kills == 1
     assert (
-        "engine-0 is evicted" in caplog.text
+        "engine-0 is removed from the fleet" in caplog.text
         and "update_weights_from_disk: not done after 0.3 s" in caplog.text
     )
     run(runner.cleanup())

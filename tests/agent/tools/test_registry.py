@@ -89,7 +89,9 @@ def test_a_tool_that_raises_or_hangs_answers_with_an_error():
     tools = ToolSet([breaks, refuses])
     assert call(tools, "breaks").text == "error: breaks failed: KeyError: 'door'"
     assert call(tools, "refuses").text == "error: ask for something else"
-    assert call(ToolSet([hangs], timeout_s=0.05), "hangs").text == "error: hangs did not answer within 0.05 s"
+    assert (
+        call(ToolSet([hangs], timeout_s=0.05), "hangs").text == "error: hangs did not respond within 0.05 s"
+    )
 
 
 def test_a_server_that_is_gone_ends_the_episode():

@@ -242,8 +242,8 @@ def broken_checkpoints(rank, world_size, model, other, folder):
 def test_checkpoints_that_do_not_fit_are_named(folder, model, saved):
     other = make_family(folder / "wide", "qwen3", intermediate_size=64)
     found = in_processes(1, broken_checkpoints, folder, model, other, str(folder))
-    assert "ffn_hidden_size is 48 there and 64 here" in found["other model"]
+    assert "ffn_hidden_size is 48 in it and 64 here" in found["other model"]
     assert "1 tensors are missing: model.layers.1.mlp.up_proj.weight" in found["missing"]
-    assert "1 tensors have no place in the model: more" in found["extra"]
+    assert "1 tensors are not in the model: more" in found["extra"]
     assert "model.layers.1.mlp.up_proj.weight [3, 32]" in found["shape"]
     assert json.loads((folder / "ckpt" / "trainer.json").read_text())["backend"] == "megatron"

@@ -245,5 +245,5 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_exactly_on_any_layout(tmp
         torch.testing.assert_close(other[1], adapters, rtol=0, atol=1e-5)
     written = {part.key for part in load_tensors_metadata(str(path / "dist")).values()}
     assert written and all(".adapter.lora_" in key for key in written)
-    with pytest.raises(ValueError, match=r"than --hf-checkpoint: lora_rank is 3 there and 2 here"):
+    with pytest.raises(ValueError, match=r"than --hf-checkpoint: lora_rank is 3 in it and 2 here"):
         only_backend(models[name], **ADAM, distopt=True, lora_rank=2).load(path)

@@ -224,7 +224,7 @@ def test_biases_are_exported_in_32_bit(beside):
 
 def test_checkpoints_that_do_not_fit_are_named(beside):
     assert "1 tensors are missing: model.layers.1.mlp.gate.e_score_correction_bias" in beside["missing"]
-    assert "1 tensors have no place in the model: model.layers.5.enorm.weight" in beside["beyond"]
+    assert "1 tensors are not in the model: model.layers.5.enorm.weight" in beside["beyond"]
     assert "model.layers.2.self_attn.kv_b_proj.weight [3, 16]" in beside["shape"]
 
 
