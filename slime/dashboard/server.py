@@ -2,8 +2,10 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -57,9 +59,13 @@ class Page:
         return app
 
     async def _warm_up(self, app: web.Application) -> None:
-        """Read the curves before the first request."""
+        """Read the curves before they are needed, beside the threads that answer requests."""
+        threading.Thread(target=self._read_all, name="warm-up", daemon=True).start()
+
+    def _read_all(self) -> None:
         for run in self.runs.values():
-            self._threads.submit(run.curves.read)
+            with contextlib.suppress(OSError):  # reported to whoever asks
+                run.curves.read()
 
     async def _file(self, request: web.Request) -> web.FileResponse:
         return web.FileResponse(self._files[request.path], headers={"Cache-Control": "no-cache"})

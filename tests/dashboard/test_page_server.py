@@ -1,15 +1,18 @@
 """The server of the page over real HTTP: what it answers, to whom, and what it refuses."""
 
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
 
 import pytest
 from page_world import HOSTILE, make_agent_run, make_run, serving
+from patience import PATIENCE_S
 
 from slime.cli.main import main
 from slime.dashboard import distributions
+from slime.dashboard.curves import Curves
 from slime.liveness.wait_table import WaitRow, write_table
 from slime.record.labels import LABELS_FILE, read_labels
 from slime.utils.files.folder_lock import FolderLock
@@ -356,6 +359,20 @@ def test_distributions_of_a_long_run_read_a_part_of_it_in_time(tmp_path, monkeyp
         assert len(found["steps"]) <= 64 and found["steps"][-1] == 149 and found["of_steps"] == 150
         monkeypatch.setattr(distributions, "_DEADLINE_S", 0.0)
         assert answer(f"{url}/api/runs/long/distributions")["steps"] == [149]
+
+
+def test_the_first_list_of_runs_does_not_wait_until_the_curves_of_many_runs_are_read(tmp_path, monkeypatch):
+    for number in range(6):
+        make_run(tmp_path / f"run{number}", 1)
+    begun, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(Curves, "read", lambda curves: begun.set() or ended.wait(PATIENCE_S))
+    with serving(tmp_path) as (url, _):
+        try:
+            assert begun.wait(PATIENCE_S)
+            assert len(answer(f"{url}/api/runs")["runs"]) == 6
+            assert not ended.is_set()
+        finally:
+            ended.set()
 
 
 def test_tags_and_notes_are_kept_in_the_folder_of_the_run_and_need_the_token(tmp_path):

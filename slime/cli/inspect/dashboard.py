@@ -27,6 +27,7 @@ from slime.utils.files.restricted import FOR_OWNER, restricted
 
 DEFAULT_PORT = 8123
 ADDRESS_FILE = "dashboard_address"
+_SWITCH_S = 0.0005  # how long a request waits for a thread that computes, each time that it waits
 
 
 @command
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
         folders = [*options.run, *([stack.enter_context(demo_run())] if options.demo else [])]
         if options.beside:
             _become_a_follower(folders[0], over)
+        sys.setswitchinterval(_SWITCH_S)
         page = Page(open_runs(folders), Access(options.host), may_act=not options.demo)
         try:
             asyncio.run(_serve(page, options, over))

@@ -6,7 +6,7 @@ const MARKS = [ // how chat templates write the start of a message, its role fir
   [/<start_of_turn>\s*(\w+)\n?/g, /<end_of_turn>/],
   [/<\|(system|user|assistant|observation|tool)\|>\n?/g, /<\|(?:end|endoftext)\|>/],
 ];
-const END = /(?:<\|im_end\|>|<\|eo[tm]_id\|>|<end_of_turn>|<\|end\|>|<\|endoftext\|>|<\/s>|\s)*$/;
+const END = /(?:<\|im_end\|>|<\|eo[tm]_id\|>|<end_of_turn>|<\|end\|>|<\|endoftext\|>|<\/s>|<eos>|\s)*$/;
 const ROLES = { model: "assistant", observation: "tool", ipython: "tool" };
 
 export const textOf = (answer, ids) => ids.map((id) => answer.texts[id] ?? "�").join("");

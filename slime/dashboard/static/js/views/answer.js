@@ -113,7 +113,7 @@ function pictures(answer, places) {
 }
 
 function facts(message) {
-  const turn = message.turn || {}, tokens = message.end !== undefined && `${num(message.end - message.start)} tokens`;
+  const turn = message.turn || {}, tokens = message.end !== undefined && `${num(message.end - message.start)} token${message.end - message.start === 1 ? "" : "s"}`;
   return [tokens, turn.reward !== undefined && `reward ${num(turn.reward, 3)}`, turn.engine_s && `engine ${duration(turn.engine_s)}`, turn.other_s && `environment ${duration(turn.other_s)}`,
     turn.finish === "length" && "truncated", turn.trained === false && (turn.untrained ? `not trained: ${turn.untrained}` : "not trained here"), turn.fork && `fork: ${turn.fork}`].filter(Boolean).join(" · ");
 }
