@@ -35,6 +35,7 @@ Rule = Callable[[Draft], None]
 
 RULES: tuple[Rule, ...] = (
     megatron.choose_trainer,
+    checkpoints.within_run_dir,
     run.debug_modes,
     run.dumps_and_assertions,
     checkpoints.megatron_checkpoints,

@@ -100,11 +100,11 @@ advantage-estimator: grpo
 lr: {lr}
 lr-decay-style: constant
 {precision}
-run-dir: {run}
-save: {checkpoints}
-load: {checkpoints}       # the same command resumes after any end
+run-dir: {run}           # --run-dir OTHER starts a second run
+save: "{{run_dir}}/checkpoints"
+load: "{{run_dir}}/checkpoints" # the same command resumes after any end
 save-interval: 15
-save-hf: {trained}    # the trained model, as a Hugging Face folder
+save-hf: "{{run_dir}}/model-{{rollout_id}}" # the trained model, as a Hugging Face folder
 """
 
 _README = """# {name}
@@ -159,8 +159,6 @@ def _write(folder: Path, model: str | None, *, with_generate: bool) -> None:
         prompts=_yaml(f"{folder}/prompts.jsonl"),
         reward=_yaml(f"{folder}/reward.py:reward"),
         run=_yaml(f"{folder}/run"),
-        checkpoints=_yaml(f"{folder}/checkpoints"),
-        trained=_yaml(f"{folder}/trained-{{rollout_id}}"),
         model=_yaml(f"{folder}/model" if model is None else model),
         # An agent's session applies the chat template itself.
         template="" if own or with_generate else "apply-chat-template: true\n",

@@ -22,6 +22,16 @@ def task(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_folders_within_the_run_folder_move_with_it(task):
+    folders = {"save": "{run_dir}/ckpt", "load": "{run_dir}/ckpt", "save_hf": "{run_dir}/hf-{rollout_id}"}
+    args = parse(run_dir="w/run", **folders)
+    assert (
+        args.save == args.load == f"{task}/w/run/ckpt" and args.save_hf == f"{task}/w/run/hf-{{rollout_id}}"
+    )
+    with pytest.raises(ValueError, match=r"--save is \{run_dir\}/ckpt, and --run-dir is missing"):
+        parse(save="{run_dir}/ckpt")
+
+
 def test_paths_of_a_settings_file_are_absolute_when_they_are_read(task):
     (task / "w/run.yaml").write_text(
         "custom-rm-path: w/reward.py:reward\nrollout-sample-hook-path: [./w/reward.py:reward, pkg.mod.hook]\n"

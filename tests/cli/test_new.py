@@ -73,7 +73,7 @@ def assert_told(lines: list[str]) -> None:
     text = "\n".join(lines)
     frames = [line for line in lines if line.startswith(("╭", "│", "╰"))]
     assert len(frames) > 15 and {len(line) for line in frames} == {80}, text
-    for words in ("16 prompts x 8 samples", "checkpoints in mine/checkpoints", "slime plot mine/run"):
+    for words in ("16 prompts x 8 samples", "checkpoints in mine/run/checkpoints", "slime plot mine/run"):
         assert words in text, text
     for part in ("data", "engines", "trainer", "model", "first push"):
         assert f"✓ {part}" in text, text

@@ -34,7 +34,7 @@ class CheckpointFlags:
     )
     ckpt_step: int | None = flag(None, "which checkpoint of --load; default: the last", ge=0, only_with=LOADS)
     finetune: bool = flag(False, "load only the weights of --load and start from rollout 0", only_with=LOADS)
-    save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
+    save: str | None = flag(None, "folder for checkpoints; {run_dir} stands for --run-dir", metavar="DIR")
     save_interval: int | None = flag(None, "rollouts between checkpoints", ge=1, only_with=KEEPS)
     no_load_optim: bool = flag(
         False, "do not load the optimizer's state from --load: moments start from zero", only_with=LOADS
@@ -65,6 +65,16 @@ class CheckpointFlags:
         only_with=REFERENCE,
     )
     ref_ckpt_step: int | None = flag(None, "which checkpoint of --ref-load; default: the latest", ge=0)
+
+
+def within_run_dir(draft: Draft) -> None:
+    """Replace `{run_dir}` in the folders of checkpoints and models, so that another --run-dir moves them."""
+    for name in ("save", "load", "save_hf"):
+        value = getattr(draft, name)
+        if value is not None and "{run_dir}" in value:
+            if draft.run_dir is None:
+                raise ValueError(f"{option_of(name)} is {value}, and --run-dir is missing: give it a folder.")
+            draft.values[name] = value.replace("{run_dir}", draft.run_dir)
 
 
 def megatron_checkpoints(draft: Draft) -> None:
