@@ -1,6 +1,7 @@
 """`slime plot`: curves of any metric, of several runs, in a terminal and as a picture."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -100,3 +101,18 @@ def test_runs_that_differ_by_their_seed_are_one_curve(tmp_path, capsys, monkeypa
     assert "seeds)" not in capsys.readouterr().out
     pytest.importorskip("matplotlib")
     assert main(["plot", *names, "--out", "p.png"]) == 0
+
+
+def test_runs_of_equal_settings_with_another_reward_file_are_two_curves(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, digest in (("first", "aa"), ("second", "bb")):
+        start = Start("now", {"seed": {"value": 1, "source": "default"}}, {}, {})
+        (tmp_path / name).mkdir()
+        write_run(
+            tmp_path / name, RunRecord("id", name, replace(start, inputs={"--custom-rm-path r.py": digest}))
+        )
+        row = {"step": 0, "step_key": "rollout/step", "rollout/raw_reward": 0.5}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["plot", "first", "second"]) == 0
+    out = capsys.readouterr().out
+    assert "first" in out and "second" in out and "seeds)" not in out

@@ -85,12 +85,13 @@ class RunRecord:
     def settings_without_seed(self) -> str | None:
         """Return the settings as text, without folder and seed: equal in runs that differ by the seed only.
 
-        None: they are not known.
+        Digests of the reward and other files are part of it. None: the settings are not known.
         """
         values = {n: entry["value"] for n, entry in self.last.settings.items() if n not in _OF_ONE_RUN}
         if not values:
             return None
-        return json.dumps(values, sort_keys=True).replace(str(values.get("run_dir")), "RUN")
+        known = [values, self.last.inputs]
+        return json.dumps(known, sort_keys=True).replace(str(values.get("run_dir")), "RUN")
 
 
 @dataclass(frozen=True, slots=True)
