@@ -250,6 +250,20 @@ def test_what_cannot_be_sent_is_refused_in_one_line(tmp_path, capsys, monkeypatc
     lock.release()
 
 
+def test_a_service_that_refuses_is_one_line_and_its_traceback_is_in_the_log(tmp_path, capsys, monkeypatch):
+    def refuse(run):
+        raise RuntimeError("no key")
+
+    write_run(tmp_path, RunRecord("r1", "mine", Start("now", {}, {}, {})))
+    monkeypatch.setattr("slime.cli.inspect.track.is_installed", lambda package: True)
+    monkeypatch.setattr("slime.cli.inspect.track.load_function", lambda path: refuse)
+    assert track.main([str(tmp_path), "wandb"]) == 1
+    log = tmp_path / "logs" / "tracker-wandb.log"
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == f"error: Weights & Biases: RuntimeError: no key (details: {log})"
+    assert "Traceback" in log.read_text()
+
+
 # -- what any service may do to us
 
 

@@ -1,5 +1,6 @@
 """`slime track RUN NAME`: send an ended run to a tracker, or the rest that the tracker missed."""
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -22,13 +23,18 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"{folder}: the run is still active; --use-{name} sends its metrics meanwhile.")
     if not is_installed(TRACKERS[name].package):
         raise ValueError(missing_package(name))
-    with only_one(folder, name):
+    log = folder / "logs" / f"tracker-{name}.log"
+    log.parent.mkdir(exist_ok=True)
+    with only_one(folder, name), log.open("a") as details:
         if options.again:
             progress_file(folder, name).unlink(missing_ok=True)
         follower = Follower(name, tracked_run(folder), load_function(TRACKERS[name].service))
-        if not follow(follower, lambda seconds: True):
-            print(f"error: {TRACKERS[name].title}: {follower.progress.error}", file=sys.stderr)
-            return 1
+        with contextlib.redirect_stderr(details):
+            sent_all = follow(follower, lambda seconds: True)
+    if not sent_all:
+        error = f"{follower.progress.error} (details: {log})"
+        print(f"error: {TRACKERS[name].title}: {error}", file=sys.stderr)
+        return 1
     sent, refused = follower.progress.offset, follower.progress.refused
     left_out = f"; {refused} reports were refused" if refused else ""
     print(f"{TRACKERS[name].title} has the run: {sent:,} bytes of metrics{left_out}")
