@@ -101,7 +101,8 @@ def _trainer(args: Args) -> str:
     ranks = f"{nodes * each} rank{'s' if nodes * each > 1 else ''}"
     machines = f" on {nodes} machines" if nodes > 1 else ""
     method = args.loss_type if args.loss_type != "policy_loss" else args.advantage_estimator
-    return f"{ranks} of {args.train_backend}{machines} ({_device()}), {args.dtype}, {method}, lr {args.lr:g}"
+    rate = f"lr {args.lr:g}" + (f", LoRA adapters of rank {args.lora_rank}" if args.lora_rank else "")
+    return f"{ranks} of {args.train_backend}{machines} ({_device()}), {args.dtype}, {method}, {rate}"
 
 
 def _engines(args: Args) -> str:

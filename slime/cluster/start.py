@@ -123,7 +123,7 @@ def check_before_start(args: Args, *, overlapped: bool) -> Report:
         report = check(args, overlapped=overlapped)
         report.raise_errors()
         ended.cost = tuple(finding.text for finding in report.findings if finding.subject == COST)
-        ended.note = f"{len(report.of('warning'))} warnings" if report.of("warning") else "all well"
+        ended.note = f"{len(w)} warning{'s' * (len(w) > 1)}" if (w := report.of("warning")) else "all well"
     if args.dry_run:
         raise NotStarted("--dry-run: no problem was found; leave the flag out to start this run.")
     return report
