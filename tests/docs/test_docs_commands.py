@@ -38,7 +38,10 @@ ANY_RUN = (
     "--hf-checkpoint MODEL --prompt-data prompts.jsonl --rollout-batch-size 4 --num-rollout 2 "
     "--n-samples-per-prompt 2 --rollout-max-response-len 16 --custom-rm-path reward.py:reward"
 )
-RUNS = ("RUN", "mytask/run", "myagent/run", "runs/examples/retool/rl")
+RUNS = (
+    *("RUN", "mytask/run", "mytask/second", "mytask/third", "myagent/run", "after", "after-5"),
+    "runs/examples/retool/rl",
+)
 EXECUTED = ("help", "new", "plan", "plot", "samples", "status", "watch")
 MODELS = ("DIR", "MODEL", "MODEL_DIR", "SAVED", "runs/examples/retool/warm-up/model")
 OUTSIDE = (
@@ -107,9 +110,14 @@ def world(tmp_path_factory):
         "n-samples-per-prompt": 2,
         "num-rollout": 2,
         "rollout-max-response-len": 16,
+        "run-dir": "new-run",
+        "save": "{run_dir}/checkpoints",
     }
     for name in ("run.yaml", "mytask/run.yaml", "myagent/run.yaml"):
         (folder / name).write_text(yaml.safe_dump(run))
+    [evaluation] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/evaluate.md").read_text(), re.DOTALL)
+    (folder / "eval.yaml").write_text(evaluation)
+    provide(folder, re.findall(r"\S+\.jsonl", evaluation))
     return folder
 
 

@@ -6,11 +6,12 @@ import re
 
 import pytest
 import yaml
-from docs_world import ROOT, write
+from docs_world import PLUGIN, ROOT, write
 from loop_helpers import flags
 from tiny_model import make_tiny_model
 
 from slime.cli import train
+from slime.cli.tasks import TASKS
 
 BLOCK = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = {
@@ -38,9 +39,9 @@ def world(tmp_path, monkeypatch):
     return tmp_path
 
 
-def dry_run(words, capsys):
+def dry_run(words, capsys, command=train.main):
     try:
-        code = train.main([*words, "--dry-run"])
+        code = command([*words, "--dry-run"])
     except SystemExit as stop:
         code = stop.code
     printed = capsys.readouterr()
@@ -83,8 +84,17 @@ def as_topology(world, block, capsys):
     dry_run(one_run(world, sglang_config="engines.yaml", rollout_engine="embedded"), capsys)
 
 
+def as_evaluation(world, block, capsys):
+    write(world / "mytask/reward.py", PLUGIN)
+    write(world / "vowels.jsonl", json.dumps({"prompt": "7 vowels>", "label": "aeiou"}) + "\n")
+    write(world / "eval.yaml", block)
+    words = ["--model", "model", "--eval-config", "eval.yaml", "--skip-preflight", "machine"]
+    dry_run(words, capsys, TASKS["eval"].main)
+
+
 HOW = {
     "docs/data.md:0": as_whole_run,
+    "docs/evaluate.md:0": as_evaluation,
     "docs/own_task.md:0": as_part_of_a_run,
     "docs/algorithms.md:0": as_roles,
     "docs/topology.md:0": as_topology,
