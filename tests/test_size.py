@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "slime"
 BUDGETS: dict[str, int] = {
     "agent": 8290,
     "algorithms": 1970,
-    "arguments": 6104,
+    "arguments": 6109,
     "backends": 11630,
     "batch": 980,
     "catalog": 1580,
@@ -31,7 +31,7 @@ BUDGETS: dict[str, int] = {
     "step": 1815,
     "utils": 5255,
     "weight_sync": 2670,
-    "wire and rest": 2100,
+    "wire and rest": 2095,
 }
 STATEMENTS = 51_650
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
