@@ -160,11 +160,9 @@ class RolloutManager:
             if durable is not None:
                 follow(self._data_source, durable)
             per_epoch, num_rollout = self._count_rollouts()
-            part.total, part.note = num_rollout, f"steps {start_rollout_id + 1} to {num_rollout}"
-            if start_rollout_id >= num_rollout:
-                part.note = f"all {num_rollout} steps are done already: --num-rollout sets how many there are"
-            if num_rollout == 0:
-                part.note = "no steps"
+            steps = f"steps {start_rollout_id + 1} to {num_rollout}"
+            none_left = f"none of {num_rollout} steps (--num-rollout) is left"
+            part.total, part.note = num_rollout, steps if start_rollout_id < num_rollout else none_left
         with phases.starting("engines"):
             info = engines.connect(replace(info, num_rollout=num_rollout))
         # One namespace for all plug-ins of this side, built once.
