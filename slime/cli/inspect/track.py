@@ -32,8 +32,7 @@ def main(argv: Sequence[str]) -> int:
         with contextlib.redirect_stderr(details):
             sent_all = follow(follower, lambda seconds: True)
     if not sent_all:
-        title, error = TRACKERS[name].title, follower.progress.error
-        print(f"error: {title}: {error} (details: {log})", file=sys.stderr)
+        print(f"error: {TRACKERS[name].title}: {follower.progress.error} (details: {log})", file=sys.stderr)
         return 1
     sent, refused = follower.progress.offset, follower.progress.refused
     left_out = f"; {refused} reports were refused" if refused else ""

@@ -90,8 +90,8 @@ class RunRecord:
         values = {n: entry["value"] for n, entry in self.last.settings.items() if n not in _OF_ONE_RUN}
         if not values:
             return None
-        known = [values, self.last.inputs]
-        return json.dumps(known, sort_keys=True).replace(str(values.get("run_dir")), "RUN")
+        text = json.dumps([values, self.last.inputs], sort_keys=True)
+        return text.replace(str(values.get("run_dir")), "RUN")
 
 
 @dataclass(frozen=True, slots=True)
