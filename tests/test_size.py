@@ -16,7 +16,7 @@ BUDGETS: dict[str, int] = {
     "backends": 11630,
     "batch": 980,
     "catalog": 1580,
-    "cli": 6626,
+    "cli": 6627,
     "cluster": 6050,
     "dashboard": 1709,
     "data": 1010,
@@ -31,9 +31,9 @@ BUDGETS: dict[str, int] = {
     "step": 1815,
     "utils": 5255,
     "weight_sync": 2670,
-    "wire and rest": 2095,
+    "wire and rest": 2094,
 }
-STATEMENTS = 51_650
+STATEMENTS = 51_660
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80
