@@ -25,6 +25,7 @@ from slime.arguments.parser import Preset, parse_args
 from slime.catalog.rewards import BOXED, REWARDS
 from slime.cli import train as synchronous
 from slime.cli import train_async as asynchronous
+from slime.cli.notebook import in_notebook
 from slime.cli.tasks import TASKS, model_folder
 from slime.data.copies import forget_copies
 from slime.observability.tracking import read_metrics
@@ -207,8 +208,8 @@ def _train(
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    in_terminal = sys.stdout is not None and sys.stdout.isatty()  # a notebook or a file gets plain log lines
-    with synchronous.shown(args, screen=in_terminal):
+    is_watched = sys.stdout is not None and sys.stdout.isatty()  # a file gets plain log lines
+    with synchronous.shown(args, screen=is_watched or in_notebook()):
         (asynchronous if loop_async else synchronous).run_loop(args)
     return Result(folder, _model_path(args), read_metrics(folder))
 

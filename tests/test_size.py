@@ -12,16 +12,16 @@ PACKAGE = Path(__file__).parent.parent / "slime"
 BUDGETS: dict[str, int] = {
     "agent": 8290,
     "algorithms": 1970,
-    "arguments": 6109,
+    "arguments": 6113,
     "backends": 11630,
     "batch": 980,
     "catalog": 1580,
-    "cli": 6627,
+    "cli": 6735,
     "cluster": 6050,
     "dashboard": 1709,
     "data": 1010,
     "engines": 6595,
-    "liveness": 1207,
+    "liveness": 1208,
     "observability": 2375,
     "preflight": 1985,
     "record": 2297,
@@ -29,11 +29,11 @@ BUDGETS: dict[str, int] = {
     "runtime": 1531,
     "simulation": 1870,
     "step": 1815,
-    "utils": 5255,
+    "utils": 5261,
     "weight_sync": 2670,
     "wire and rest": 2094,
 }
-STATEMENTS = 51_660
+STATEMENTS = 51_700
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

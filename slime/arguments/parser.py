@@ -273,9 +273,11 @@ def _explain_unknown(words: list[str], argv: list[str], options: list[str]) -> l
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
     if flags:
         return [_explain_unknown_flag(flag, options) for flag in flags]
-    before = argv[: argv.index(words[0])][-1:]
-    if before and before[0] in options:
-        return [f"unexpected {words[0]!r} after {before[0]}, which takes no value."]
+    at = max(place for place, word in enumerate(argv) if word == words[0])
+    if argv[at - 1] in options:
+        return [f"unexpected {words[0]!r} after {argv[at - 1]}, which takes no value."]
+    if at > 1 and argv[at - 2] in options:
+        return [f"unexpected {words[0]!r} after {argv[at - 2]} {argv[at - 1]}: that flag takes one value."]
     return [f"unexpected {words[0]!r}: every setting is a flag that starts with --."]
 
 

@@ -17,11 +17,10 @@ def render_table(args: Args) -> str:
     last: dict[str, float] = {}
     for row in read_metrics(Path(args.run_dir)):
         last |= row
-    names = [dataset.name for dataset in args.eval_datasets]
     rates = sorted({key.partition("-pass@")[2] for key in last if "-pass@" in key}, key=int)
     shown = [k for k in rates if rates != ["1"]]
     rows = [("dataset", "reward", *(f"pass@{k}" for k in shown), "samples", "truncated")]
-    for name in names:
+    for name in (dataset.name for dataset in args.eval_datasets):
         scores = [last.get(f"eval/{name}"), *(last.get(f"eval/{name}-pass@{k}") for k in shown)]
         cells = ["-" if score is None else f"{score:.4g}" for score in scores]
         truncated = f"{last.get(f'eval/{name}-truncated_ratio', 0.0):.1%}"

@@ -93,7 +93,12 @@ def _from_checkpoint(source: Path, target: Path, options: argparse.Namespace) ->
     record = _run_of(source)
     settings = {} if record is None else {k: v["value"] for k, v in record.last.settings.items()}
     load = source
-    if record is not None and not step_folders(source) and record.last.checkpoints and _is_run(source):
+    if (
+        record is not None
+        and not step_folders(source)
+        and record.last.checkpoints
+        and read_run(source) is not None
+    ):
         load = Path(record.last.checkpoints)
     if not step_folders(load) and not (load / "trainer").is_dir() and not (load / "trainer.json").is_file():
         raise ValueError(f"{source} holds no model and no checkpoint: give a run, or a folder of --save.")
@@ -109,14 +114,15 @@ def _from_checkpoint(source: Path, target: Path, options: argparse.Namespace) ->
     # Imported here: torch takes seconds to load, and a wrong word does not need it.
     from slime.cli.convert.trainer_checkpoint import to_hf
 
-    words = argparse.Namespace(load=str(load), ckpt_step=options.step, dtype=options.dtype)
-    to_hf(Path(base), target, words, changes, adapter_only=options.adapter_only)
+    to_hf(
+        Path(base),
+        target,
+        argparse.Namespace(load=str(load), ckpt_step=options.step, dtype=options.dtype),
+        changes,
+        adapter_only=options.adapter_only,
+    )
     if not options.adapter_only:
         shutil.rmtree(target / ADAPTER, ignore_errors=True)  # it is merged
-
-
-def _is_run(folder: Path) -> bool:
-    return read_run(folder) is not None
 
 
 def _run_of(folder: Path) -> RunRecord | None:

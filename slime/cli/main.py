@@ -19,7 +19,7 @@ from slime.utils.machine.own_command import as_typed
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
 
-_HIDDEN = "hidden"
+_HIDDEN, _NO_ACCESS = "hidden", ": choose another place, or ask for access to this one."
 _BY_GOAL = {
     "get started": {
         "quickstart": "train a small model on this machine in minutes and show that it learned",
@@ -135,9 +135,9 @@ def _say(line: str) -> None:
 def user_errors(traceback_file: Path | None = None, *, spell: Callable[[str], str] = str) -> Iterator[None]:
     """End the command with one `error: ...` line where the exception says what to fix.
 
-    ValueError and FileNotFoundError are mistakes of a user, exit code 2; RunStopped and an overdue wait end
-    with 1. Any of them can also be a defect of ours, so a run that has a folder keeps the traceback there.
-    `spell` rewrites the message.
+    ValueError, FileNotFoundError and PermissionError are mistakes of a user, exit code 2; RunStopped and an
+    overdue wait end with 1. Any of them can also be a defect of ours, so a run that has a folder keeps the
+    traceback there. `spell` rewrites the message.
     """
     try:
         yield
@@ -145,8 +145,11 @@ def user_errors(traceback_file: Path | None = None, *, spell: Callable[[str], st
         _say("interrupted: all processes of the run have ended")
         # The convention of shells.
         raise SystemExit(128 + error.number if isinstance(error, EndedBySignal) else INTERRUPTED) from None
-    except (ValueError, FileNotFoundError, RunStopped, WaitTimeout) as error:
-        message = spell(str(error)) or type(error).__name__
+    except (ValueError, FileNotFoundError, PermissionError, RunStopped, WaitTimeout) as error:
+        message = (
+            spell(f"{error}{_NO_ACCESS if isinstance(error, PermissionError) else ''}")
+            or type(error).__name__
+        )
         if traceback_file is not None and not isinstance(error, (FolderInUse, NotStarted)):
             with contextlib.suppress(OSError):  # the message may be about a full disk
                 traceback_file.parent.mkdir(parents=True, exist_ok=True)
@@ -154,5 +157,4 @@ def user_errors(traceback_file: Path | None = None, *, spell: Callable[[str], st
                 traceback_file.write_text(traceback.format_exc(), encoding="utf-8")
                 message += f"\n(details: {traceback_file})"
         _say(f"error: {message}")
-        code = USER_MISTAKE if isinstance(error, (ValueError, FileNotFoundError)) else RUN_STOPPED
-        raise SystemExit(code) from None
+        raise SystemExit(USER_MISTAKE if isinstance(error, (ValueError, OSError)) else RUN_STOPPED) from None

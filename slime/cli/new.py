@@ -177,9 +177,11 @@ def _yaml(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("slime new", description=__doc__, allow_abbrev=False)
-    model = "a model folder or hub name; default: a new tiny model"
-    agent = "add an agent: a generate function with several turns"
     parser.add_argument("name", metavar="NAME", help="the folder to create")
-    parser.add_argument("--model", metavar="MODEL", help=model)
-    parser.add_argument("--generate", action="store_true", help=agent)
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a model folder or hub name; default: a new tiny model"
+    )
+    parser.add_argument(
+        "--generate", action="store_true", help="add an agent: a generate function with several turns"
+    )
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from slime.arguments import Args, explain_batch
+from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.arguments.groups.training import count
 from slime.observability.terminal.progress import Progress, duration, short
 from slime.preflight.step_costs import Model
 from slime.preflight.trainer_plan import read_model
@@ -52,16 +55,22 @@ def start_rows(args: Args, earlier: Progress, cost: Sequence[str]) -> Rows:
     rows += [("trainer", _trainer(args))] if not args.debug_rollout_only else []
     rows += [("engines", _engines(args))] if not args.debug_train_only else []
     data = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data or ()
-    rows.append(("data", " ".join(data) or "from your data source"))
-    rows.append(("reward", args.custom_rm_path or args.rm_type or "from the rollout function"))
-    rows += [("each step", explain_batch(args)), ("steps", _steps(args))]
+    rows.append(
+        (
+            "data",
+            " ".join(data or [dataset.path for dataset in args.eval_datasets]) or "from your data source",
+        )
+    )
+    reward = args.custom_rm_path or args.rm_type or "from the rollout function"
+    rows += [("reward", reward)] if args.loss_type not in SUPERVISED_LOSSES else []
+    rows += [("each step", explain_batch(args)), ("steps", _steps(args))] if args.num_rollout != 0 else []
     rows += [("expected", "\n".join(cost))] if cost else []
     left = earlier.seconds_left()
     rows += [("time", f"about {duration(left)}, judging by the last start")] if left else []
     samples = f"samples of at most {args.record_max_mib} MiB ({RECORD_FILE})"
     record = samples if args.record_max_mib else "no samples (--record-max-mib 0)"
     rows.append(("written", f"{args.run_dir}: metrics.jsonl, {record}, logs/"))
-    return [*rows, ("saved", _saved(args))]
+    return [*rows, ("saved", _saved(args))] if args.num_rollout != 0 else rows
 
 
 def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseException | None) -> Rows:
@@ -76,6 +85,7 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
             rows.append((name, f"{first:.4g} at the start, {last:.4g} at the end, best {best:.4g}"))
     checkpoints = step_folders(args.save) if args.save is not None else {}
     rows.append(("model", _where_is_the_model(args, progress, checkpoints, since=time.time() - seconds)))
+    rows = rows if args.num_rollout != 0 else []  # of an evaluation, the table that follows has the scores
     record = read_run(Path(args.run_dir))
     rows += [("restarts", record.last.restarts_text)] if record is not None and record.last.restarts else []
     run = args.run_dir
@@ -84,6 +94,18 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
         follow.insert(0, "run the same command to resume from the last checkpoint")
     rows.append(("next", "\n".join([*follow, f"logs: {args.run_dir}/logs"])))
     return rows
+
+
+def verdict(args: Args, progress: Progress, seconds: float) -> str:
+    """Return the last line of a run that has finished: what it reached, and where its model is."""
+    values = list(progress.values.values())
+    change = f"{progress.value_name} {values[0]:.4g} -> {values[-1]:.4g}, " if values else ""
+    saved = (
+        f"; the model is in {os.path.relpath(args.run_dir)}/{LAST_MODEL}"
+        if Path(args.run_dir, LAST_MODEL).is_dir()
+        else ""
+    )
+    return f"finished: {change}{count(progress.done, 'step')} in {duration(seconds)}{saved}"
 
 
 def count_parameters(args: Args) -> float | None:
@@ -126,7 +148,7 @@ def _num_gpus() -> int:
 
 
 def _steps(args: Args) -> str:
-    steps = f"{args.num_rollout}" if args.num_rollout is not None else f"{args.num_epoch} epochs"
+    steps = f"{args.num_rollout}" if args.num_rollout is not None else count(args.num_epoch or 1, "epoch")
     names = ", ".join(dataset.name for dataset in args.eval_datasets)
     every = f"; {names} evaluated every {args.eval_interval}" if names and args.eval_interval else ""
     return steps + every

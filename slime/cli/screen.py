@@ -22,7 +22,8 @@ from rich.text import Text
 from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.cli.inspect.samples import show_answer
-from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows
+from slime.cli.notebook import NotebookTerminal, in_notebook
+from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows, verdict
 from slime.liveness import phases
 from slime.observability.logging_utils import FORMAT
 from slime.observability.terminal.capture import Capture, Lines
@@ -70,7 +71,7 @@ class RunScreen(contextlib.ExitStack):
         return self
 
     def _open(self) -> None:
-        self.terminal = Terminal(self._capture.stdout)
+        self.terminal = (NotebookTerminal if in_notebook() else Terminal)(self._capture.stdout)
         default = logging.WARNING if self.terminal.is_live or self._args.quiet else logging.INFO
         level = self._args.log_level
         self._handler = _Passed(self, default if level is None else logging.getLevelName(level.upper()))
@@ -91,6 +92,8 @@ class RunScreen(contextlib.ExitStack):
             seconds = time.monotonic() - self._started
             rows = closing_rows(self._args, self.progress, seconds, error)
             self._show_rows(f"{name_of_run(self._run_dir)}: {ended}", rows)
+            if error is None and self._num_steps:  # the verdict comes last, as a line that scripts can read
+                self.terminal.print(Text(verdict(self._args, self.progress, seconds), "bold"))
 
     def update(self) -> None:
         """Read what is new and draw it. An error here is logged and does not end the run."""

@@ -196,10 +196,20 @@ def _parser() -> argparse.ArgumentParser:
     usage = "slime sweep [--set NAME=VALUE,VALUE ...] [--seeds N] [--out DIR] -- [sft|dpo|...|train] FLAGS"
     parser = argparse.ArgumentParser("slime sweep", usage=usage, description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    values = "values of a flag; may repeat, which runs all combinations"
-    add("--set", action="append", default=[], metavar="NAME=VALUE,...", help=values)
-    seeds = "run each combination with the seeds 1 to N"
-    add("--seeds", type=int, choices=range(1, 1001), metavar="N", help=seeds)
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="values of a flag; may repeat, which runs all combinations",
+    )
+    add(
+        "--seeds",
+        type=int,
+        choices=range(1, 1001),
+        metavar="N",
+        help="run each combination with the seeds 1 to N",
+    )
     add("--out", default="runs/sweep", metavar="DIR", help="folder of the runs [runs/sweep]")
     add(
         "--metric", metavar="NAME", help="metric of the table [an evaluation's score, the reward or the loss]"

@@ -128,6 +128,8 @@ class Task:
         """Return a function that names the short options in a message, except for flags in `words`."""
         typed = {word.partition("=")[0] for word in words}
         shorter = {o.flag: short for short, o in self.options.items() if o.flag not in typed}
+        # These folders are in that of --out, unless they are named.
+        shorter |= {flag: "--out" for flag in ("--save", "--save-hf") if self.saves and flag not in typed}
 
         def spell(message: str) -> str:
             return re.sub(r"--[\w-]+", lambda match: shorter.get(match[0], match[0]), message)
@@ -180,7 +182,7 @@ def model_folder(model: str) -> str:
     """Return the last model of a run where the folder of a run is given; else what was given."""
     last = Path(model).expanduser() / LAST_MODEL
     is_run = (last / "config.json").is_file() and not (last.parent / "config.json").is_file()
-    return str(last.resolve()) if is_run else model
+    return str(last.resolve()) if is_run and model else model
 
 
 def _named_dataset(word: str) -> list[str]:
@@ -210,10 +212,13 @@ def _fitting(draft: Draft, data: str, rows: Sequence[Row], *known: tuple[str, ..
         return ()
     found = next((names for names in known if rows[0].keys() >= set(names)), None)
     if found is None:
+        file = (
+            " ".join(getattr(draft, name_of(data))[1::2]) if "eval" in data else getattr(draft, name_of(data))
+        )
         columns = ", ".join(map(repr, rows[0])) or "no columns"
         wanted = "; ".join(" and ".join(names) for names in known)
         raise ValueError(
-            f"{data} {getattr(draft, name_of(data))} has the columns {columns}, and none of these are there: "
+            f"{data} {file} has the columns {columns}, and none of these are there: "
             f"{wanted}. Rename a column, or name it with --input-key and --label-key."
         )
     return found
@@ -291,15 +296,15 @@ def _lacks_template(draft: Draft) -> bool:
     return config.is_file() and not templates and '"chat_template"' not in config.read_text(encoding="utf-8")
 
 
-def _rows(help: str) -> Option:
-    return Option("--prompt-data", "FILE", help)
-
-
 _LIST = (
     Task(
         "sft",
         "Supervised fine-tuning on conversations, or on prompts with their completions.",
-        _rows("rows with messages; prompt and completion; or text (.jsonl, .csv, .parquet, hf:OWNER/NAME)"),
+        Option(
+            "--prompt-data",
+            "FILE",
+            "rows with messages; prompt and completion; or text (.jsonl, .csv, .parquet, hf:OWNER/NAME)",
+        ),
         {
             "rollout_function_path": _SFT,
             "loss_type": "sft_loss",
@@ -313,7 +318,11 @@ _LIST = (
     Task(
         "dpo",
         "Direct preference optimisation on pairs of a preferred and a rejected response.",
-        _rows("rows with chosen and rejected, and prompt where both are responses alone"),
+        Option(
+            "--prompt-data",
+            "FILE",
+            "rows with chosen and rejected, and prompt where both are responses alone",
+        ),
         {"rollout_function_path": _PAIRS, "loss_type": "dpo_loss", **_TRAINS_ON_ROWS},
         _pairs(1e-6),
         {},
@@ -321,7 +330,11 @@ _LIST = (
     Task(
         "reward-model",
         "A Bradley-Terry reward model, trained on pairs of a preferred and a rejected response.",
-        _rows("rows with chosen and rejected, and prompt where both are responses alone"),
+        Option(
+            "--prompt-data",
+            "FILE",
+            "rows with chosen and rejected, and prompt where both are responses alone",
+        ),
         {"rollout_function_path": _PAIRS, "loss_type": "rm_loss", **_TRAINS_ON_ROWS},
         _pairs(1e-5),
         {},
@@ -329,7 +342,9 @@ _LIST = (
     Task(
         "distill",
         "On-policy distillation: the model answers prompts, and learns from a teacher's probabilities.",
-        _rows("rows with prompts: input, prompt, question, problem, query or messages"),
+        Option(
+            "--prompt-data", "FILE", "rows with prompts: input, prompt, question, problem, query or messages"
+        ),
         {"use_opd": True, "num_epoch": 1, "n_samples_per_prompt": 4, "rollout_shuffle": True},
         _distill,
         {

@@ -128,8 +128,7 @@ def nothing_left(args: Args) -> str | None:
     if may_resume and args.save is not None and has_finished(Path(args.run_dir), settings, args.save):
         return (
             f"nothing is left to do: --run-dir {args.run_dir} holds this very run, and it has finished. To "
-            "train anew, give another --run-dir and another --save; to continue, --load with the folder of "
-            "--save and a larger --num-rollout."
+            f"train anew, give other folders; to continue, --load {args.save} with a larger --num-rollout."
         )
     steps = step_folders(args.load) if args.load is not None and not args.finetune else {}
     if not steps or not args.num_rollout or max(steps) < args.num_rollout:

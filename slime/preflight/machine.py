@@ -125,14 +125,14 @@ def check_copies(plan: RunPlan) -> Iterator[Finding]:
 
 def _check_room(args: Args) -> Iterator[Finding]:
     for flag, folder in (("--run-dir", args.run_dir or "runs"), ("--save", args.save)):
-        if folder is None:
-            continue
+        if folder is None or (flag == "--save" and Path(args.run_dir) in Path(folder).parents):
+            continue  # what is in the run's folder is checked with it
         path = Path(folder).absolute()
         if _JOB_FOLDER in path.parts:
             text = f"{path} is in a folder of Ray that is removed with this job: give an absolute path."
             yield Finding("error", flag, text)
             continue
-        there = next(parent for parent in (path, *path.parents) if parent.exists())
+        there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
         if not there.is_dir():
             yield Finding("error", flag, f"{there} is a file; give a folder.")
             continue

@@ -5,12 +5,14 @@ import json
 import logging
 import re
 import sys
+import types
 
 import pytest
 from argument_helpers import parse
 from terminal import Window
 
 from slime.cli import panels, screen
+from slime.cli.notebook import in_notebook
 from slime.cli.screen import RunScreen
 from slime.liveness import phases
 from slime.observability.advisories import Advisory
@@ -247,3 +249,55 @@ def test_every_advice_is_shown_and_warnings_before_the_first_step(tmp_path, monk
     shown, _ = on_window(run_of(tmp_path), 80, 24, monkeypatch, act)
     text = "\n".join(shown.lines())
     assert all(f"before the start: {i}" in text and f"evidence {i}" in text for i in range(8))
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """What a kernel would show: a list of displays, each with all texts it has had."""
+    found = []
+
+    class Handle:
+        def __init__(self, text):
+            self.texts = [text]
+
+        def update(self, data, *, raw):
+            self.texts.append(data["text/plain"])
+
+    def display(data, *, raw, display_id):
+        found.append(Handle(data["text/plain"]))
+        return found[-1]
+
+    kernel = types.ModuleType("IPython")
+    kernel.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    shown = types.ModuleType("IPython.display")
+    shown.display = display
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    monkeypatch.setitem(sys.modules, "IPython.display", shown)
+    monkeypatch.setattr(screen, "Repeated", _Never)
+    return found
+
+
+def test_a_notebook_shows_a_run_as_one_updated_output_of_the_cell(tmp_path, monkeypatch, outputs):
+    cell = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", cell)
+    args = run_of(tmp_path)
+    with screen.RunScreen(args) as shown:
+        play(args, shown)
+    monkeypatch.undo()
+    [live] = outputs
+    assert live.texts[0].startswith("starting") and "12/12" in live.texts[-1]
+    assert any("generating" in text for text in live.texts)
+    text = cell.getvalue()
+    assert "\x1b" not in text and "12/12" not in text and "NOISE" not in text
+    assert "first push" in text and "advice 90% of the answers were cut" in text
+    assert text.splitlines()[-1].startswith("finished: reward 0 -> 0.9167, 12 steps in ")
+
+
+def test_only_a_kernel_is_a_notebook(monkeypatch):
+    for found in (None, types.SimpleNamespace()):
+        module = types.ModuleType("IPython")
+        module.get_ipython = lambda found=found: found
+        monkeypatch.setitem(sys.modules, "IPython", module)
+        assert not in_notebook()
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert not in_notebook()

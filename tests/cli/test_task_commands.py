@@ -117,6 +117,13 @@ def test_text_is_trained_as_text_where_the_model_has_no_chat_template(capsys, wo
         ("sft --model model --data odd.jsonl", "has the columns 'doc', 'reply', and none of these are there"),
         ("dpo --model model --data talks.jsonl", "chosen and rejected. Rename a column"),
         ("sft --model model --data talks.jsonl --outt x", "unknown flag --outt"),
+        ("sft --model model --data talks.jsonl --out=", "--out is empty: name a folder"),
+        ("sft --model= --data talks.jsonl", "--model is required"),
+        (
+            "sft --model model teacher --data talks.jsonl",
+            "'teacher' after --model model: that flag takes one",
+        ),
+        ("eval --model model --data odd.jsonl --rm-type f1", "--data odd.jsonl has the columns 'doc'"),
         ("sft --model model --data talks.jsonl --teacher model", "unknown flag --teacher"),
         ("distill --model model --data questions.jsonl", "--teacher is required"),
         ("eval --model model --data asked.jsonl", "no reward is given"),
@@ -132,6 +139,24 @@ def test_a_dry_run_checks_and_starts_nothing(capsys, world):
     assert main(["sft", *words]) == 0
     assert "slime sft` with these flags can start" in capsys.readouterr().out
     assert not (world / "dry").exists()
+
+
+def test_a_dry_run_names_an_unusable_folder_once(capsys, world, monkeypatch):
+    (world / "file").write_text("")
+    words = ["sft", "--model", "model", "--data", "completions.jsonl", "--dry-run", "--out"]
+    assert main([*words, "file"]) == 2
+    shown = capsys.readouterr()
+    errors = [line for line in shown.out.splitlines() if "error:" in line]
+    assert all("--out" in line and "--save" not in line for line in errors) and len(errors) == 2, shown.out
+
+
+def test_a_folder_that_this_user_may_not_read_is_no_traceback(capsys, world, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("slime.cluster.run_opening.has_finished", lambda folder, *_: refuse(folder))
+    told = fails(capsys, "sft", "--model", "model", "--data", "completions.jsonl", "--out", "locked")
+    assert "locked': choose another place, or ask for access to this one." in told
 
 
 @pytest.mark.parametrize("command", TASKS)

@@ -207,7 +207,7 @@ def test_the_very_run_that_has_finished_has_nothing_left_to_do(tmp_path):
     start(tmp_path / "run", save=flags["save"])
     told = nothing_left(parse(**flags))
     assert f"--run-dir {tmp_path / 'run'} holds this very run, and it has finished" in told
-    assert "another --run-dir and another --save" in told and "larger --num-rollout" in told
+    assert "give other folders" in told and "larger --num-rollout" in told
     for other in ({"lr": 0.5}, {"auto_resume": False}, {"finetune": True}, {"save": str(tmp_path / "new")}):
         assert nothing_left(parse(**flags | other)) is None, other
     for folder in (tmp_path / "ckpt").iterdir():

@@ -309,9 +309,11 @@ def test_a_taken_port(look):
 
 def test_a_folder_to_write_to_that_is_a_file(look, tmp_path):
     (tmp_path / "taken").write_text("")
-    [of_the_run, of_checkpoints] = errors(look(run_dir=str(tmp_path / "taken"), save=f"{tmp_path}/taken/ck"))
-    assert "--run-dir" in of_the_run and f"{tmp_path}/taken is a file; give a folder." in of_the_run
-    assert "--save" in of_checkpoints and f"{tmp_path}/taken is a file; give a folder." in of_checkpoints
+    told = f"{tmp_path}/taken is a file; give a folder."
+    [of_the_run] = errors(look(run_dir=str(tmp_path / "taken"), save=f"{tmp_path}/taken/ck"))  # once
+    assert "--run-dir" in of_the_run and told in of_the_run
+    [of_checkpoints] = errors(look(run_dir=str(tmp_path / "run"), save=f"{tmp_path}/taken/ck"))
+    assert "--save" in of_checkpoints and told in of_checkpoints
 
 
 def test_a_folder_that_ray_removes_with_its_job(look, tmp_path):

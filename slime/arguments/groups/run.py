@@ -215,6 +215,8 @@ def run_folder(draft: Draft) -> None:
         folder = choose_run_folder(base, resumption_of(draft.load, draft.ckpt_step, draft.finetune))
         why = "runs/<model>-<seed>" if folder == base else f"{base} belongs to another run"
         draft.derive("run_dir", str(Path(folder).absolute()), why)
+    elif not draft.run_dir:
+        raise ValueError("--run-dir is empty: name a folder.")
 
 
 def check_paths_exist(draft: Draft) -> None:

@@ -196,6 +196,8 @@ def check_folders(args: Args) -> Iterator[Finding]:
             look()
         except (ValueError, OSError) as error:
             yield replace(error_of(flag, error), group="folders")
+            if look is looks[0][1]:  # what lies in an unusable folder is unusable, too
+                return
 
 
 def _refuse_load(args: Args) -> None:
@@ -208,7 +210,7 @@ def _refuse_load(args: Args) -> None:
 
 def _refuse_unwritable(flag: str, folder: Path) -> None:
     """Try the folder, or the nearest one that exists, and leave nothing there."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.exists(p))
     before = there.stat()
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".slime-probe-", dir=there))
