@@ -10,8 +10,13 @@ from slime.liveness import loop_watch
 
 
 @pytest.fixture
-def loop(monkeypatch):
-    monkeypatch.setattr(loop_watch, "_SLOW_S", 0.3)
+def slow_s():
+    return 0.3
+
+
+@pytest.fixture
+def loop(monkeypatch, slow_s):
+    monkeypatch.setattr(loop_watch, "_SLOW_S", slow_s)
     monkeypatch.setattr(loop_watch, "_LOOK_EVERY_S", 0.02)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -39,7 +44,7 @@ def test_code_that_holds_the_loop_up_is_named_with_its_line(loop, caplog):
     assert "test_loop_watch.py:" in caplog.text
 
 
-def test_waiting_holds_nothing_up(loop, caplog, monkeypatch):
-    monkeypatch.setattr(loop_watch, "_SLOW_S", PATIENCE_S)  # a busy machine may stop the loop for a while
+@pytest.mark.parametrize("slow_s", [PATIENCE_S])  # a busy machine may stop the loop for a while
+def test_waiting_holds_nothing_up(loop, caplog):
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0.5), loop).result(PATIENCE_S)
     assert not caplog.records
