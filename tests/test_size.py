@@ -12,28 +12,28 @@ PACKAGE = Path(__file__).parent.parent / "slime"
 BUDGETS: dict[str, int] = {
     "agent": 8290,
     "algorithms": 1970,
-    "arguments": 6113,
+    "arguments": 6145,
     "backends": 11630,
     "batch": 980,
-    "catalog": 1580,
+    "catalog": 1582,
     "cli": 6735,
-    "cluster": 6050,
+    "cluster": 6100,
     "dashboard": 1709,
     "data": 1010,
-    "engines": 6595,
+    "engines": 6632,
     "liveness": 1208,
     "observability": 2375,
     "preflight": 1985,
     "record": 2297,
     "rollout": 6255,
-    "runtime": 1531,
+    "runtime": 1540,
     "simulation": 1870,
     "step": 1815,
     "utils": 5261,
     "weight_sync": 2670,
     "wire and rest": 2094,
 }
-STATEMENTS = 51_700
+STATEMENTS = 51_780
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -52,6 +52,7 @@ class EngineKind:
     # (V, dialect): servers older than version V speak that one.
     older_dialects: tuple[tuple[tuple[int, ...], Dialect], ...] = field(default=(), repr=False)
     own_python: bool = False  # runs in an interpreter of its own, without our modules
+    spans_machines: bool = False  # one engine may have a process on each of several machines
     takes_sglang_flags: bool = False  # --sglang-..., topology groups, and fields that SGLang's router adds
 
     @property
@@ -99,6 +100,7 @@ ENGINES: dict[str, EngineKind] = {
             ),
         ),
         own_python=True,
+        spans_machines=True,
         takes_sglang_flags=True,
     ),
 }

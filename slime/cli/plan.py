@@ -122,5 +122,10 @@ def _topology(options: argparse.Namespace) -> Topology:
 def _server_words(topology: Topology, place: EnginePlace) -> list[str]:
     path = next(model.model_path for model in topology.models if model.name == place.model)
     assert path is not None, "a model without a path has no engines"
-    options = SGLangOptions("python", path, False, "bfloat16", place.num_gpus, 1234, False, extra=place.words)
+    options = SGLangOptions(
+        *("python", path, False, "bfloat16", place.num_gpus, 1234, False),
+        node=place.node,
+        num_nodes=place.num_nodes,
+        extra=place.words,
+    )
     return server_words(options)

@@ -27,7 +27,7 @@ from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import RunLog
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.loaded_weights import starts_as_served
-from slime.cluster.serving.served_model import trains_on_every_gpu
+from slime.cluster.serving.served_model import takes_handles
 from slime.cluster.trainer import Trainer
 from slime.cluster.training.train_actor import TrainActor
 from slime.cluster.training.train_group import RankProcesses, Ranks, TrainGroup
@@ -230,7 +230,7 @@ def _choose_push(
         return None
     if not placement.engines:
         return PushToNobody(ranks, num_done)
-    site = Site(device_count() > 0, args.colocate, trains_on_every_gpu(args, placement))
+    site = Site(device_count() > 0, args.colocate, takes_handles(args, placement))
     transport = (
         choose_adapter_transport(facts.transports)
         if args.lora_sync == "adapter"

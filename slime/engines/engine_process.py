@@ -19,6 +19,8 @@ from slime.utils.machine.children import Child, LifePipe, describe_exit, kill_gr
 from slime.wire.protocol import EngineInfo
 
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
+# An argument that is replaced by the address at which the processes of an engine meet.
+MEETING_POINT = "{meeting_point}"
 # After a kill, children of the process may hold its port for a while, longer on a slow machine.
 _PORT_PATIENCE_S = 30.0
 
@@ -86,25 +88,36 @@ class EngineServer:
         """Return the transports into the engine; our engines run on this machine, where all of them work."""
         return info.transports
 
-    def launch(self) -> None:
-        """Start the process without waiting for it. A restart gets the same port, which clients know."""
+    def launch(self, meeting_point: str = "") -> str:
+        """Start the process without waiting for it. A restart gets the same port, which clients know.
+
+        The processes of an engine over several machines meet at the address that the first one returns.
+        """
         if self._process is not None:
             kill_group(self._process)  # files of an earlier process
         self._take_port()
         self._ready_file.unlink(missing_ok=True)  # of a start that failed
-        command = self.plan.command(self.port, self._ready_file, self._life.read_fd)
+        words = self.plan.command(self.port, self._ready_file, self._life.read_fd)
+        if MEETING_POINT in words and not meeting_point:
+            meeting_point = f"{self.plan.host}:{ports.find_available_port()}"
+        # By itself gloo takes the address of the machine's name, which may be loopback.
+        network = (
+            {"GLOO_SOCKET_IFNAME": ports.interface_towards(self.plan.host) or "lo"} if meeting_point else {}
+        )
+        command = [meeting_point if word == MEETING_POINT else word for word in words]
         # In its environment, where other users of the machine cannot read it.
         token = {http_utils.TOKEN_VARIABLE: self.plan.token} if self.plan.token is not None else {}
         inherited = {name: value for name, value in os.environ.items() if name != http_utils.TOKEN_VARIABLE}
         with open_log(self.plan.log_path, self.plan.name) as log:
             self._process = warm_start.start(
                 command,
-                env={**inherited, **self.plan.env, **token},
+                env={**network, **inherited, **self.plan.env, **token},
                 log=log,
                 pass_fds=[self._life.read_fd],
                 start_new_session=True,  # only the driver gets Ctrl-C, and stops the engine in order
             )
         usage.follow(self.plan.name, self._process.pid, {**os.environ, **self.plan.env}, whole=True)
+        return meeting_point
 
     def _take_port(self) -> None:
         """Reserve the port from the first start on, also between two processes of the engine."""

@@ -60,7 +60,7 @@ class FleetServer(Protocol):
     def bootstrap_port(self) -> int | None: ...  # of an engine that prefills for others
 
     def transports(self, info: EngineInfo) -> tuple[str, ...]: ...
-    def launch(self) -> None: ...  # MachineLost: it can never be restarted
+    def launch(self) -> object: ...  # MachineLost: it can never be restarted
     def wait_ready(self) -> str: ...
     def alive(self) -> bool: ...
     def signs(self) -> Signs | None: ...  # None: its processes cannot be seen
@@ -158,7 +158,8 @@ class EngineFleet:
         if self._policy.silence_limit_s:
             for server in self.servers:
                 owes = functools.partial(self._owes_heartbeat, server)
-                self._heartbeats.add(HttpBeat(server, owes, self._heartbeat_path))
+                for part in getattr(server, "parts", (server,)):  # of one over several machines
+                    self._heartbeats.add(HttpBeat(part, owes, self._heartbeat_path))
         return self.urls
 
     @contextlib.contextmanager
@@ -178,7 +179,8 @@ class EngineFleet:
                 server.kill()
 
     def _evict_silent(self, beat: HttpBeat, cause: str) -> None:
-        self.evict(beat.server.url, TimeoutError(f"no sign of life for {cause}"))
+        [server] = [server for server in self.servers if beat.server in getattr(server, "parts", (server,))]
+        self.evict(server.url, TimeoutError(f"{beat.name}: no sign of life for {cause}"))
 
     def stop(self) -> None:
         self._stopping.set()

@@ -23,8 +23,9 @@ _DISAGGREGATION = {
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """One engine of a topology. `gpu_ids`: its devices, counted within `machine`; empty on a CPU machine.
+    """One engine of a topology, or its part on one machine where it spans `num_nodes` of them.
 
+    `gpu_ids`: its devices, counted within `machine`; empty on a CPU machine. `num_gpus`: those of all parts.
     `words`: flags of its server that come from its group (its share in disaggregation, then the overrides).
     """
 
@@ -35,6 +36,8 @@ class EnginePlace:
     gpu_ids: tuple[int, ...]
     num_gpus: int
     words: tuple[str, ...] = ()
+    node: int = 0
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,9 @@ def gpu_pool(num_machines: int, per_machine: int, first: int = 0) -> list[Gpu]:
 
 
 def place_engines(topology: Topology, pool: Sequence[Gpu] = ()) -> tuple[EnginePlace, ...]:
-    """Give GPUs of the pool to the groups in the order of the file; those of placeholders stay free. An empty
-    `pool`: CPU machines, where engines have no device.
+    """Give GPUs of the pool to the groups in the order of the file; those of placeholders stay free.
+
+    An engine over several machines has a place on each. An empty `pool`: no GPUs, and a place per engine.
     """
     places: list[EnginePlace] = []
     taken = 0
@@ -70,31 +74,40 @@ def place_engines(topology: Topology, pool: Sequence[Gpu] = ()) -> tuple[EngineP
             size = group.num_gpus_per_engine
             for i in range(group.num_engines):
                 start = taken + i * size
-                number = sum(place.model == model.name for place in places)
+                number = sum(place.model == model.name and not place.node for place in places)
                 name = f"engine-{number}" if model is topology.policy else f"{model.name}-engine-{number}"
-                machine, gpu_ids = _devices(name, pool[start : start + size], pool) if pool else (0, ())
+                shares = _devices(name, pool[start : start + size], pool) if pool else {0: ()}
                 kind = group.worker_type
                 words = (*_DISAGGREGATION[kind], *override_words(group.overrides))
-                places.append(EnginePlace(name, model.name, kind, machine, gpu_ids, size, words))
+                places += [
+                    EnginePlace(name, model.name, kind, machine, gpu_ids, size, words, node, len(shares))
+                    for node, (machine, gpu_ids) in enumerate(shares.items())
+                ]
             taken += group.num_gpus
     return tuple(places)
 
 
-def _devices(name: str, gpus: Sequence[Gpu], pool: Sequence[Gpu]) -> tuple[int, tuple[int, ...]]:
+def _devices(name: str, gpus: Sequence[Gpu], pool: Sequence[Gpu]) -> dict[int, tuple[int, ...]]:
+    """Return the GPUs of an engine by machine: all on one, or equally many on each of several."""
     per_machine = max(Counter(machine for machine, _ in pool).values())
-    if len(gpus) > per_machine:
-        raise ValueError(
-            f"{name} needs {len(gpus)} GPUs and a machine has {per_machine}: an engine over several "
-            f"machines is not built; use at most {per_machine} GPUs per engine."
-        )
-    (machine, first), (other, last) = gpus[0], gpus[-1]
-    if other != machine:
+    shares: dict[int, tuple[int, ...]] = {}
+    for machine, gpu in gpus:
+        shares[machine] = (*shares.get(machine, ()), gpu)
+    if len(shares) > 1 and len(gpus) <= per_machine:
+        (machine, first), (other, last) = gpus[0], gpus[-1]
         raise ValueError(
             f"{name} would get {len(gpus)} GPUs from GPU {first} of machine {machine} to GPU {last} of "
             f"machine {other}, which are on two machines: reorder the groups, or fill the gap with a "
             "placeholder group."
         )
-    return machine, tuple(gpu for _, gpu in gpus)
+    if len({len(share) for share in shares.values()}) > 1:
+        counts = ", ".join(f"{len(share)} of machine {machine}" for machine, share in shares.items())
+        raise ValueError(
+            f"{name} would get {len(gpus)} GPUs: {counts}; an engine over several machines needs the same "
+            f"number on each. Use a multiple of {per_machine} GPUs per engine, reorder the groups, or fill "
+            "the gap with a placeholder group."
+        )
+    return shares
 
 
 def override_words(overrides: dict[str, Any]) -> tuple[str, ...]:
@@ -129,7 +142,9 @@ def render_plan(
     command_of: Callable[[EnginePlace], list[str]],
 ) -> str:
     """Return the plan as text: a block per model, a line and a command per engine."""
-    lines = [f"{topology.num_gpus} GPUs, {len(places)} engines, {len(topology.models)} models"]
+    lines = [
+        f"{topology.num_gpus} GPUs, {len({p.name for p in places})} engines, {len(topology.models)} models"
+    ]
     for model in topology.models:
         plan = plan_router(model, router)
         weights = "every push" if model.update_weights else "as loaded, never changed"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slime.arguments import Args
+from slime.catalog.engines import ENGINES
 from slime.engines.launch_plan import Gpu, gpu_pool, place_engines
 from slime.utils.machine.cores import num_cores
 from slime.utils.machine.run_identity import LOOPBACK
@@ -16,6 +18,7 @@ from slime.utils.machine.run_identity import LOOPBACK
 class Slot:
     """A place for one process. `gpu_ids`: device numbers on its machine; empty on a CPU machine.
 
+    `index`: of the trainer rank or the engine; an engine over several machines has a slot on each.
     `machine`: counted within the plan. `host`: its address, as the other machines of the plan reach it.
     `cores`: what a process may use there; 0: as much as here.
     """
@@ -76,6 +79,11 @@ class Placement:
         return Placement(tuple(map(settle, self.trainer)), tuple(map(settle, self.engines)))
 
 
+def by_engine(slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
+    """Return the slots of each engine."""
+    return [tuple(found) for _, found in itertools.groupby(slots, key=lambda slot: slot.index)]
+
+
 def cores_each(slots: Sequence[Slot]) -> int:
     """Return the cores per slot on the most crowded machine."""
     crowd = max(Counter(slot.machine for slot in slots).values(), default=1)
@@ -100,10 +108,20 @@ def plan_placement(args: Args, num_gpus: int, num_machines: int = 1) -> Placemen
     pool = _engine_gpus(args, training, wanted, (num_machines, num_gpus)) if num_gpus else []
     if _none_of_ours(args):
         return Placement(trainer, tuple(Slot(i) for i in range(num_engines)))
+    if not pool and args.engine_topology.largest_engine > args.num_gpus_per_node:
+        pool = _engine_gpus(args, [], wanted, (num_machines, args.num_gpus_per_node))
     if not pool:
         return Placement(trainer, _spread(num_engines, min(args.actor_num_nodes, num_machines)))
     places = place_engines(args.engine_topology, pool)
-    return Placement(trainer, tuple(Slot(i, place.gpu_ids, place.machine) for i, place in enumerate(places)))
+    if any(place.node for place in places) and not ENGINES[args.rollout_engine].spans_machines:
+        raise ValueError(
+            f"an engine would get GPUs of several machines, but --rollout-engine {args.rollout_engine} runs "
+            "on one; use a smaller --rollout-num-gpus-per-engine, or --rollout-engine sglang."
+        )
+    names = list(dict.fromkeys(place.name for place in places))
+    return Placement(
+        trainer, tuple(Slot(names.index(p.name), p.gpu_ids if num_gpus else (), p.machine) for p in places)
+    )
 
 
 def num_machines_needed(args: Args, num_gpus: int) -> int:
@@ -111,7 +129,13 @@ def num_machines_needed(args: Args, num_gpus: int) -> int:
     num_ranks, wanted = _num_ranks(args), 0 if _none_of_ours(args) else args.engine_topology.num_gpus
     devices = max(num_ranks, wanted) if args.colocate else num_ranks + wanted
     nodes = 0 if args.debug_rollout_only else args.actor_num_nodes
-    return max(1, nodes, -(-devices // num_gpus) if num_gpus else 0)
+    # Without GPUs an engine may span machines, too.
+    return max(
+        *(1, nodes),
+        -(-devices // num_gpus)
+        if num_gpus
+        else -(-(wanted and args.engine_topology.largest_engine) // args.num_gpus_per_node),
+    )
 
 
 def _num_ranks(args: Args) -> int:

@@ -344,7 +344,13 @@ class EngineInfo:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Return the weight transports; adapters alone only if the engine was started for them."""
+        """Return the weight transports; adapters alone only if the engine was started for them.
+
+        SGLang addresses a rank by its number within its stage and copy, so of several it reaches one alone.
+        """
+        copies = 1 if self.raw.get("enable_dp_attention") else self.raw.get("dp_size")
+        if (copies or 1) > 1 or (self.raw.get("pp_size") or 1) > 1:
+            return ("disk",)
         adapters = self.dialect.adapters_by if self.raw.get("enable_lora") else None
         return (*self.dialect.transports, *([adapters] if adapters else []))
 

@@ -11,9 +11,9 @@ from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import _TRAIN_HEADLINE, headline_of
 from slime.cluster.serving.engine_plane import _with_model_facts
-from slime.cluster.serving.served_model import ranks_on_engines
+from slime.cluster.serving.served_model import ranks_on_engines, takes_handles
 from slime.runtime.base import Ready
-from slime.runtime.placement import num_machines_needed, plan_placement
+from slime.runtime.placement import by_engine, num_machines_needed, plan_placement
 
 
 def sizes(**changes):
@@ -24,6 +24,8 @@ def sizes(**changes):
         "actor_num_gpus_per_node": 2,
         "rollout_num_gpus": 2,
         "rollout_num_gpus_per_engine": 1,
+        "num_gpus_per_node": 8,
+        "rollout_engine": "sglang",
         "colocate": False,
     }
     sizes = {**base, **changes}
@@ -105,6 +107,18 @@ EIGHT, OTHER_EIGHT = [f"0:{gpu}" for gpu in range(8)], [f"1:{gpu}" for gpu in ra
             [*EIGHT[:4], *OTHER_EIGHT[:4]],
             ["0:0,1,2,3", "1:0,1,2,3"],
         ),
+        # Both machines train, and one engine has the GPUs of both.
+        (
+            {
+                "actor_num_nodes": 2,
+                "actor_num_gpus_per_node": 8,
+                "rollout_num_gpus": 16,
+                "colocate": True,
+                "per_engine": 16,
+            },
+            [*EIGHT, *OTHER_EIGHT],
+            ["0:0,1,2,3,4,5,6,7", "1:0,1,2,3,4,5,6,7"],
+        ),
     ],
 )
 def test_a_plan_for_two_machines_with_eight_gpus(changes, trainer, engines):
@@ -117,6 +131,30 @@ def test_ranks_on_an_engine_s_devices_are_counted_over_machines():
     changes = {"actor_num_nodes": 2, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}
     assert ranks_on_engines(*_planned(sizes(**changes, colocate=True), 8)) == ((0, 1), (2, 3))
     assert ranks_on_engines(*_planned(sizes(**changes), 8)) == ((), ())
+
+
+def test_an_engine_over_two_machines_is_one_engine_of_the_plan():
+    args = sizes(actor_num_nodes=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=4, colocate=True)
+    placement = plan_placement(args, 2, num_machines=2)
+    assert where(placement.engines) == ["0:0,1", "1:0,1"]
+    assert [slot.index for slot in placement.engines] == [0, 0] and len(by_engine(placement.engines)) == 1
+    assert ranks_on_engines(args, placement) == ((0, 1, 2, 3),)
+    assert not takes_handles(args, placement)
+    args.rollout_engine = "embedded"
+    with pytest.raises(
+        ValueError, match="GPUs of several machines, but --rollout-engine embedded runs on one"
+    ):
+        plan_placement(args, 2, num_machines=2)
+    args = sizes(actor_num_nodes=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, colocate=True)
+    assert takes_handles(args, plan_placement(args, 2, num_machines=2))
+
+
+def test_on_cpu_machines_an_engine_has_the_ranks_that_a_machine_is_said_to_have():
+    args = sizes(actor_num_gpus_per_node=1, num_gpus_per_node=1, rollout_num_gpus_per_engine=2)
+    placement = plan_placement(args, 0, num_machines=2)
+    assert where(placement.engines) == ["0:", "1:"] and {slot.index for slot in placement.engines} == {0}
+    with pytest.raises(ValueError, match="1 engines on 2 GPUs need 2 GPUs, but 1 are visible"):
+        plan_placement(args, 0)
 
 
 def _planned(args, num_gpus):

@@ -19,7 +19,7 @@ from tiny_model import make_tiny_model
 from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cluster.serving.engine_host import HostedEngine
 from slime.cluster.serving.served_model import make_servers
-from slime.engines.engine_process import EngineServer, LaunchPlan
+from slime.engines.engine_process import MEETING_POINT, EngineServer, LaunchPlan, MachineLost
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.liveness import waits
 from slime.runtime.base import WorkerSpec
@@ -66,19 +66,20 @@ class Fleet:
         self.mood.write_text("well")
         plan = Placement((), tuple(Slot(i, machine=machine) for i, machine in enumerate(machines)))
         self.slots = runtime.claim(plan).engines
-        self.engines = [self._engine(folder, runtime, slot) for slot in self.slots]
+        self.engines = [self._engine(folder, runtime, slot, self.mood) for slot in self.slots]
         self.fleet = EngineFleet(self.engines, WatchPolicy(3, 600.0, poll_s=0.05))
 
-    def _engine(self, folder: Path, runtime, slot: Slot):
-        mood = str(self.mood)
+    def _engine(self, folder: Path, runtime, slot: Slot, mood: Path, others=()):
 
         def command(port: int, ready: Path, life_fd: int) -> list[str]:
-            return [sys.executable, str(SCRIPT), str(port), str(ready), str(life_fd), mood, slot.host]
+            fixed = [sys.executable, str(SCRIPT), str(port), str(ready), str(life_fd)]
+            return [*fixed, str(mood), slot.host, MEETING_POINT]
 
         name = f"engine-{slot.index}"
         plan = LaunchPlan(name, command, {}, folder / f"{name}.log", 60.0, host=slot.host)
         spec = WorkerSpec(name, slot=slot, near_driver=True)
-        return HostedEngine(plan, functools.partial(runtime.spawn, spec, EngineServer, plan), answer_s=600.0)
+        own = functools.partial(runtime.spawn, spec, EngineServer, plan)
+        return HostedEngine(plan, own, 600.0, others)
 
     def start(self) -> tuple[str, ...]:
         self.fleet.launch()
@@ -102,6 +103,32 @@ def engines(runtime, tmp_path):
 def engine(runtime, tmp_path):
     """One alone, on the last machine."""
     made = Fleet(tmp_path, runtime, [runtime.find_machines(1) - 1])
+    yield made
+    made.fleet.stop()
+
+
+class OneEngine(Fleet):
+    """One fake engine with a part on each of two machines (on one, where the runtime has no other)."""
+
+    def __init__(self, folder: Path, runtime, silence_limit_s: float | None = None):
+        plan = Placement((), tuple(Slot(i, machine=i % runtime.find_machines(1)) for i in range(2)))
+        self.slots = runtime.claim(plan).engines
+        self.moods = [folder / "mood-0", folder / "mood-1"]
+        for mood in self.moods:
+            mood.write_text("well")
+        other = self._engine(folder, runtime, self.slots[1], self.moods[1])
+        self.engines = [self._engine(folder, runtime, self.slots[0], self.moods[0], [other])]
+        self.parts = self.engines[0].parts
+        policy = WatchPolicy(3, 600.0, poll_s=0.05, silence_limit_s=silence_limit_s)
+        self.fleet = EngineFleet(self.engines, policy)
+
+    def meeting_points(self) -> set[str]:
+        return {psutil.Process(part.pid).cmdline()[-1] for part in self.parts}
+
+
+@pytest.fixture
+def one_engine(runtime, tmp_path):
+    made = OneEngine(tmp_path, runtime)
     yield made
     made.fleet.stop()
 
@@ -142,6 +169,64 @@ def test_an_evicted_engine_is_dead_at_once(engine):
         engine.fleet.evict(url, RuntimeError("wrong weights"))
         assert not engine.fleet.is_alive(url)
         assert "was killed by signal 9" in engine.engines[0].describe_end()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_an_engine_over_two_machines_is_one_and_restarts_as_a_whole(one_engine, runtime, lost):
+    (url,) = one_engine.start()
+    first = [part.pid for part in one_engine.parts]
+    (met,) = one_engine.meeting_points()
+    assert met.startswith(f"{one_engine.slots[0].host}:") and one_engine.fleet.pids == (first[0],)
+    if runtime.find_machines(1) > 1:
+        assert [node_of(pid) for pid in first] == [slot.host for slot in one_engine.slots]
+    os.kill(first[lost], signal.SIGKILL)
+    one_engine.wait_for_restart()
+    assert one_engine.fleet.urls == (url,) and one_engine.fleet.is_alive(url)
+    pids = [part.pid for part in one_engine.parts]
+    assert not {*first} & {*pids} and len(one_engine.meeting_points()) == 1
+    assert not any(psutil.pid_exists(pid) for pid in first), "what was left has ended with the other"
+    one_engine.fleet.stop()
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_a_part_that_dies_at_the_start_is_named_while_the_others_wait(one_engine):
+    one_engine.moods[0].write_text("silent")  # until the other is there
+    one_engine.moods[1].write_text("dies")
+    with pytest.raises(RunStopped, match=r"(?s)engine-1 ended with code 1; .*folder is empty"):
+        one_engine.start()
+
+
+def test_a_silent_part_takes_the_whole_engine_along(tmp_path):
+    runtime = LocalRuntime(tmp_path, shm.make_prefix())
+    engine = OneEngine(tmp_path, runtime, silence_limit_s=4.0)
+    try:
+        engine.start()
+        first = [part.pid for part in engine.parts]
+        os.kill(first[1], signal.SIGSTOP)
+        engine.wait_for_restart()
+        assert not any(psutil.pid_exists(pid) for pid in first)
+    finally:
+        engine.fleet.stop()
+        runtime.close()
+
+
+def test_an_engine_whose_second_machine_is_lost_leaves_nothing_running(tmp_path):
+    runtime = LocalRuntime(tmp_path, shm.make_prefix())
+    engine = OneEngine(tmp_path, runtime)
+    head, other = engine.parts
+
+    def lose(meeting_point):
+        raise MachineLost("it is gone")
+
+    other.launch = lose
+    try:
+        with pytest.raises(MachineLost):
+            engine.engines[0].launch()
+        eventually(lambda: not head.alive())
+        assert not engine.engines[0].alive()
+    finally:
+        engine.fleet.stop()
+        runtime.close()
 
 
 @pytest.mark.slow

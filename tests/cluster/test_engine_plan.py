@@ -9,6 +9,7 @@ from tiny_vision import make_vision_folder
 
 from slime.arguments.groups.topology import plain_topology
 from slime.cluster.serving.served_model import plan_engines
+from slime.engines.engine_process import MEETING_POINT
 from slime.runtime.placement import Slot
 from slime.utils import http_utils
 from slime.utils.machine.run_identity import Run
@@ -33,10 +34,9 @@ def plan_of(tmp_path, slot, run=None, **changes):
         "rollout_quantization": "none",
         "freeze_vision_tower": False,
     }
-    [plan] = plan_engines(
-        SimpleNamespace(**{**base, **changes}), run or Run("id", tmp_path, "slime-x"), (slot,)
-    )
-    return plan
+    slots = slot if isinstance(slot, tuple) else (slot,)
+    plans = plan_engines(SimpleNamespace(**{**base, **changes}), run or Run("id", tmp_path, "slime-x"), slots)
+    return plans if isinstance(slot, tuple) else plans[0]
 
 
 def words_of(tmp_path, slot, **changes):
@@ -109,3 +109,20 @@ def test_a_server_forgets_features_of_images_where_the_tower_is_trained(tmp_path
     assert words[words.index("--image-processor-backend") + 1] in ("pil", "torchvision")
     words, env = words_of(tmp_path, Slot(0, (0,)))
     assert "SGLANG_VLM_CACHE_SIZE_MB" not in env and "--image-processor-backend" not in words
+
+
+def test_a_server_on_two_machines_is_started_on_each_and_told_where_they_meet(tmp_path):
+    slots = (Slot(0, (0, 1), 0, "10.0.0.4"), Slot(0, (0, 1), 1, "10.0.0.5"))
+    head, other = plan_of(tmp_path, slots, engine_topology=plain_topology("org/model", 4, 4))
+    assert (head.name, other.name, other.log_path.name) == (
+        "engine-0",
+        "engine-0-node-1",
+        "engine-0-node-1.log",
+    )
+    for rank, plan in enumerate((head, other)):
+        words = plan.command(0, Path("ready"), 3)
+        assert words[words.index("--nnodes") + 1 :][:3] == ["2", "--node-rank", str(rank)]
+        assert words[words.index("--dist-init-addr") + 1] == MEETING_POINT
+        assert words[words.index("--tp-size") + 1] == "4"
+        assert plan.env["SGLANG_HOST_IP"] == plan.host == slots[rank].host
+        assert plan.env["CUDA_VISIBLE_DEVICES"] == "0,1"

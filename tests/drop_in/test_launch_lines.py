@@ -35,7 +35,7 @@ def test_a_launch_line_starts(root, model, recipe):
     assert args.train_backend == ("fsdp" if model in NOT_BUILT else "megatron")
     assert not args.sequence_parallel
     assert args.ref_load in (None, args.hf_checkpoint)
-    assert args.runtime == ("ray" if recipe == "many nodes" else "local")
+    assert args.runtime == ("ray" if args.actor_num_nodes > 1 else "local")
 
 
 def test_what_fsdp_cannot_do_for_a_family_of_its_own_is_refused_by_name(root):

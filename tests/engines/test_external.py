@@ -14,6 +14,7 @@ from patience import eventually
 from slime.engines import external
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, WatchPolicy
+from slime.wire.protocol import EngineInfo
 
 OURS = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2}
 
@@ -73,6 +74,20 @@ def test_engines_are_asked_what_they_are(serve, model):
     engines = discover([f"127.0.0.1:{one.port}", f"http://127.0.0.1:{two.port}/"], model)
     assert [engine.url for engine in engines] == [f"http://127.0.0.1:{port}" for port in (one.port, two.port)]
     assert engines[0].info.num_ranks == 2 and {engine.worker_type for engine in engines} == {"regular"}
+
+
+@pytest.mark.parametrize(
+    ("said", "ways"),
+    [
+        ({"tp_size": 4}, ("disk", "tensor", "distributed")),
+        ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, ("disk", "tensor", "distributed")),
+        ({"tp_size": 2, "pp_size": 2}, ("disk",)),
+        ({"tp_size": 2, "dp_size": 2}, ("disk",)),
+    ],
+)
+def test_weights_go_only_to_ranks_that_can_be_addressed(said, ways):
+    info = EngineInfo.from_json({"model_path": "m", "version": "0.5.23", **said})
+    assert info.transports == ways
 
 
 def test_prefill_engines_bring_their_bootstrap_port(serve, model):

@@ -175,8 +175,39 @@ def test_an_engine_never_lies_on_two_machines():
         ValueError, match="4 GPUs from GPU 2 of machine 0 to GPU 1 of machine 1, which are on two machines"
     ):
         place_engines(plain_topology("m", 4, 4), gpu_pool(2, 4, first=2))
-    with pytest.raises(ValueError, match="needs 8 GPUs and a machine has 4"):
-        place_engines(plain_topology("m", 8, 8), gpu_pool(2, 4))
+
+
+def test_an_engine_larger_than_a_machine_takes_as_many_gpus_of_each_of_several():
+    places = place_engines(plain_topology("m", 16, 8), gpu_pool(4, 4))
+    assert [(place.name, place.machine, place.gpu_ids) for place in places] == [
+        ("engine-0", 0, (0, 1, 2, 3)),
+        ("engine-0", 1, (0, 1, 2, 3)),
+        ("engine-1", 2, (0, 1, 2, 3)),
+        ("engine-1", 3, (0, 1, 2, 3)),
+    ]
+    assert [(place.node, place.num_nodes, place.num_gpus) for place in places] == [(0, 2, 8), (1, 2, 8)] * 2
+    # Trainers on half of each machine leave the other half.
+    left = [gpu for gpu in gpu_pool(2, 8) if gpu[1] >= 4]
+    assert [place.gpu_ids for place in place_engines(plain_topology("m", 8, 8), left)] == [(4, 5, 6, 7)] * 2
+
+
+def test_parts_of_an_engine_have_the_same_size():
+    with pytest.raises(
+        ValueError, match=r"12 GPUs: 8 of machine 0, 4 of machine 1; .*Use a multiple of 8 GPUs per engine"
+    ):
+        place_engines(plain_topology("m", 12, 12), gpu_pool(2, 8))
+    with pytest.raises(ValueError, match="16 GPUs: 4 of machine 0, 8 of machine 1, 4 of machine 2"):
+        place_engines(plain_topology("m", 16, 16), gpu_pool(3, 8, first=4))
+
+
+def test_the_plan_of_an_engine_on_two_machines_has_a_command_for_each(capsys):
+    assert (
+        plan(["--hf-checkpoint", "m", "--rollout-num-gpus", "16", "--rollout-num-gpus-per-engine", "16"]) == 0
+    )
+    shown = capsys.readouterr().out
+    assert shown.startswith("16 GPUs, 1 engines, 1 models")
+    assert "engine-0 (regular) on machine 1 GPU 0,1,2,3,4,5,6,7" in shown
+    assert shown.count("--tp-size 16 --nnodes 2") == 2 and "--node-rank 1 --dist-init-addr" in shown
 
 
 def test_prefill_servers_are_a_short_form_of_two_groups():

@@ -124,6 +124,24 @@ RECIPES = {
 }  # fmt: skip
 
 
+# Engines that are larger than a machine: sizes and flags of the engines, and the machines of eight GPUs.
+LARGE = {
+    name: (
+        f"--actor-num-nodes {trains} --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine {each} "
+        f"--sglang-enable-dp-attention --sglang-enable-dp-lm-head --sglang-ep-size {each} {more} ",
+        hosts,
+    )
+    for name, trains, hosts, each, more in (
+        ("355B on 8 machines", 8, 8, 32, "--colocate --sglang-dp-size 4 --sglang-moe-dense-tp-size 1"),
+        ("671B on 16 machines", 16, 16, 64, "--colocate --sglang-dp-size 64"),
+        ("1T on 32 machines", 32, 32, 16, "--colocate --sglang-dp-size 8"),
+        ("744B, half of it trains", 16, 32, 64, "--rollout-num-gpus 128 --sglang-dp-size 8"),
+    )
+}
+RECIPES |= {
+    name: START + DATA + PERF + GRPO + ADAM + OFFLOAD + MISC + words for name, (words, _) in LARGE.items()
+}
+
 # Flags of SGLang 0.5.23 that the lines above mean: (name, number of words, type).
 SERVER_FLAGS = [
     ("mem-fraction-static", None, "float"),
@@ -133,6 +151,7 @@ SERVER_FLAGS = [
     ("moe-a2a-backend", None, "str"),
     ("deepep-mode", None, "str"),
     ("enable-dp-attention", 0, None),
+    ("pp-size", None, "int"),
     ("dp-size", None, "int"),
     ("ep-size", None, "int"),
     ("enable-dp-lm-head", 0, None),

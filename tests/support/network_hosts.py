@@ -14,6 +14,7 @@ import pytest
 from patience import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[2]
+_RAY_STARTS = 4  # Ray gives a node 30 s, which a busy machine may need
 _BOOT = """
 hostname {name}; mount --make-rprivate /; mount -t proc proc /proc
 {keep}
@@ -122,7 +123,10 @@ def ray_on(hosts: list[Host]) -> Iterator[str]:
     own = ("--head", "--port", "6379", "--include-dashboard", "false")
     for host in hosts:
         joins = own if host is head else ("--address", at)
-        started = host.run(*ray, *joins, "--node-ip-address", host.address, **environment())
+        for _ in range(_RAY_STARTS):
+            started = host.run(*ray, *joins, "--node-ip-address", host.address, **environment())
+            if started.returncode == 0:
+                break
         assert started.returncode == 0, started.stdout
     yield at
 

@@ -16,7 +16,7 @@ from live_ranks import push_from_ranks
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from slime.arguments import parse_args
-from slime.cluster.serving.served_model import trains_on_every_gpu
+from slime.cluster.serving.served_model import takes_handles
 from slime.runtime.placement import Placement, Slot
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
@@ -124,4 +124,4 @@ def test_handles_are_used_where_every_gpu_of_an_engine_has_a_trainer_rank(tmp_pa
     args = parse_args([*words, "--rollout-num-gpus", str(len(engines))])
     trainer = tuple(Slot(i, (i,)) for i in range(4))
     placement = Placement(trainer, tuple(Slot(i, gpus) for i, gpus in enumerate(engines)))
-    assert trains_on_every_gpu(args, placement) is served
+    assert takes_handles(args, placement) is served

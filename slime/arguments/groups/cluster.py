@@ -123,7 +123,10 @@ def derive_sizes(draft: Draft, count_gpus: Callable[[], int]) -> None:
     if draft.distributed_backend is None:
         draft.derive("distributed_backend", "nccl" if gpus else "gloo", "nccl on GPUs, gloo on CPU")
     if draft.num_gpus_per_node is None:
-        size = max(gpus, draft.actor_num_gpus_per_node or 0, 1 if gpus else _replica(draft))
+        known = (
+            draft.engine_topology.largest_engine if draft.sglang_config else draft.rollout_num_gpus_per_engine
+        )
+        size = max(gpus, draft.actor_num_gpus_per_node or 0, 1 if gpus else max(_replica(draft), known))
         draft.derive("num_gpus_per_node", size, "GPUs visible on this machine")
     if gpus:
         _share_gpus(draft, gpus)

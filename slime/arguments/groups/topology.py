@@ -94,6 +94,19 @@ class Topology:
         return sum(group.num_gpus for model in self.models for group in model.groups)
 
     @property
+    def largest_engine(self) -> int:
+        """GPUs of the largest engine."""
+        return max(
+            (
+                group.num_gpus_per_engine
+                for model in self.models
+                for group in model.groups
+                if group.num_engines
+            ),
+            default=0,
+        )
+
+    @property
     def policy(self) -> ServedModel:
         """The model that is trained; if none is, the first one."""
         return next((model for model in self.models if model.update_weights), self.models[0])
@@ -243,11 +256,26 @@ def topology(draft: Draft) -> None:
     if not draft.debug_train_only:
         _check_overrides(draft, draft.engine_topology)
         _check_evaluation_engines(draft)
+        if not draft.rollout_external_engine_addrs:
+            _check_machines(draft)
     learns = any(model.update_weights for model in draft.engine_topology.models)
     if not learns and not draft.debug_rollout_only and not draft.debug_train_only:
         raise ValueError(
             f"--sglang-config {draft.sglang_config}: no model gets the trainer's weights; set "
             "update_weights: true for the policy, or leave its model_path out (it is then --hf-checkpoint)."
+        )
+
+
+def _check_machines(draft: Draft) -> None:
+    """An engine that is larger than a machine needs several of them, and a server that can span them."""
+    size, each = draft.engine_topology.largest_engine, draft.num_gpus_per_node
+    if size > each and not draft.was_given("runtime"):
+        draft.derive("runtime", "ray", "an engine on several machines")
+    if size > each and not (draft.runtime == "ray" and ENGINES[draft.rollout_engine].spans_machines):
+        raise ValueError(
+            f"--rollout-num-gpus-per-engine is {size}, and a machine has {each} (--num-gpus-per-node): only "
+            f"--runtime ray with --rollout-engine sglang puts an engine on several machines, and these are "
+            f"{draft.runtime} and {draft.rollout_engine}; use at most {each}, or those."
         )
 
 

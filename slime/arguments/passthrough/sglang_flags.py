@@ -27,6 +27,8 @@ OWNED = {
     "nccl_port": "slime chooses the ports of its engines",
     "grpc_port": "slime speaks HTTP to its engines",
     "tp_size": "--rollout-num-gpus-per-engine decides it",
+    "pp_size": "SGLang gives the ranks of all stages the same numbers, so pushes of weights would hang; use "
+    "tensor parallelism alone, --rollout-num-gpus-per-engine",
     "nnodes": "--rollout-num-gpus-per-engine and --num-gpus-per-node decide it",
     "node_rank": "slime places the engines",
     "dist_init_addr": "slime places the engines",
@@ -47,6 +49,7 @@ OWNED = {
 _REFUSED = {
     "host",
     "grpc_port",
+    "pp_size",
     "device",
     "weight_version",
     "skip_tokenizer_init",

@@ -1,18 +1,19 @@
 """Controls an engine from anywhere: the owner of its process lives on the machine of its devices.
 
 The owner is an `EngineServer`, placed by the runtime: in this process, or in an actor on another machine.
-It chooses the port, writes and reads the log and ends the process there. An engine ends with its owner.
+It chooses the port, writes and reads the log and ends the process there. An engine ends with its owner. An
+engine over several machines is a `HostedEngine` on each, which start and end together.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slime.engines.engine_process import EngineServer, LaunchPlan, MachineLost, Serving
 from slime.liveness import waits
 from slime.liveness.vital_signs import Signs
-from slime.runtime.base import Future, Handle
+from slime.runtime.base import Future, Handle, gather
 from slime.utils import http_utils
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.wire.protocol import EngineInfo
@@ -24,13 +25,22 @@ _SIGNS_DEADLINE_S = 5.0
 class HostedEngine:
     """An engine in a fleet, wherever it runs. `own`: starts an owner on a port (0: any), again after a loss.
 
-    `answer_s`: time limit for the host to start the owner, and for each of the owner's replies.
+    `answer_s`: time limit for the host to start the owner, and for each of the owner's replies. `others`: the
+    rest of an engine over several machines. This part alone serves, and none works without the others: all
+    start together, and one that is lost or silent ends them all.
     """
 
-    def __init__(self, plan: LaunchPlan, own: Callable[[int], Handle[EngineServer]], answer_s: float):
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        own: Callable[[int], Handle[EngineServer]],
+        answer_s: float,
+        others: Sequence[HostedEngine] = (),
+    ):
         self.plan, self._own, self._answer_s = plan, own, answer_s
+        self._others, self.parts = others, [self, *others]
         self._owner = own(0)  # now, so that all come up beside each other
-        self._ready: Future[Serving] | None = None
+        self.ready: Future[Serving] | None = None  # from its start on
         self._end: Future[str] | None = None  # done when the process is, or its owner
         self._serving = Serving(plan.host, 0)
 
@@ -51,15 +61,16 @@ class HostedEngine:
         reach = self.plan.beside_trainer
         return tuple(name for name in info.transports if reach or not name.endswith("shared_memory"))
 
-    def launch(self) -> None:
+    def launch(self, meeting_point: str = "") -> None:
         if self._end is not None:
+            self.kill()  # what is left of an engine that lost a part
             try:
                 self._end.result(self._answer_s)
             except WorkerDied:
                 self._owner.kill()  # one that only keeps silent still has the engine, and its port
                 self._owner = self._own(self._serving.port)
         try:
-            self._owner.call(EngineServer.launch).result(self._answer_s)
+            meeting_point = self._owner.call(EngineServer.launch, meeting_point).result(self._answer_s)
         except waits.WaitTimeout as error:
             raise RunStopped(
                 f"{self.plan.name}: its host {self.plan.host} did not start a process within "
@@ -71,19 +82,28 @@ class HostedEngine:
                 f"the machine of {self.plan.name} ({self.plan.host}) is lost: {error}"
             ) from error
         # In the order of the lane: the second begins when the first has ended.
-        self._ready, self._end = (
+        self.ready, self._end = (
             self._owner.call(EngineServer.wait_serving),
             self._owner.call(EngineServer.wait_end),
         )
+        try:
+            for other in self._others:
+                other.launch(meeting_point)
+        except RunStopped:
+            self.kill()  # parts that have started would wait for the others
+            raise
 
     def wait_ready(self) -> str:
-        assert self._ready is not None, "wait_ready before launch"
-        self._serving = self._ready.result()  # its own deadline runs where the process does
+        assert self.ready is not None, "wait_ready before launch"
+        gather([part.ready for part in self.parts if part.ready is not None])  # which one fails first
+        for other in self._others:
+            other.wait_ready()
+        self._serving = self.ready.result()  # its own deadline runs where the process does
         http_utils.authorize(self.url, self.plan.token)
         return self.url
 
     def alive(self) -> bool:
-        return self._end is not None and not self._end.done()
+        return all(part._end is not None and not part._end.done() for part in self.parts)
 
     def signs(self) -> Signs | None:
         try:
@@ -92,6 +112,9 @@ class HostedEngine:
             return None
 
     def describe_end(self) -> str:
+        for other in self._others:
+            if not other.alive():
+                return f"{other.describe_end()} ({other.plan.name} on {other.plan.host})"
         if self._end is None:
             return "was never started"
         try:
@@ -100,12 +123,16 @@ class HostedEngine:
             return f"went with the process that owned it: {error}"
 
     def kill(self) -> None:
+        for other in self._others:
+            other.kill()
         with contextlib.suppress(WorkerDied):
             self._owner.call_control(EngineServer.kill).result(self._answer_s)
             if self._end is not None:
                 self._end.result(self._answer_s)
 
     def stop(self) -> None:
+        for other in self._others:
+            other.stop()
         with contextlib.suppress(WorkerDied, waits.WaitTimeout):
             self._owner.call_control(EngineServer.stop).result(_STOP_DEADLINE_S)
         self._owner.kill()

@@ -6,7 +6,7 @@ import concurrent.futures
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime.arguments import Args, RunInfo, plugin_args
@@ -23,7 +23,7 @@ from slime.engines.fleet import EngineFleet, FleetServer, Rotation, WatchPolicy
 from slime.engines.launch_plan import EngineSite, RouterPlan, place_engines, plan_router
 from slime.engines.sglang.router import ExternalRouter, SGLangRouter, router_command
 from slime.runtime.base import Runtime, WorkerSpec
-from slime.runtime.placement import Placement, Slot, cores_each
+from slime.runtime.placement import Placement, Slot, by_engine, cores_each
 from slime.utils.async_utils import run
 from slime.utils.http_utils import token_of
 from slime.utils.machine.children import import_environment, thread_environment
@@ -195,11 +195,20 @@ def make_servers(
         patience_s = timeout_s(args, "engine-start")
         return {args.engine_topology.policy.name: [ExternalServer(engine, patience_s) for engine in engines]}
     servers: dict[str, list[FleetServer]] = {}
-    plans = plan_engines(args, run_, slots)
-    for place, plan, slot in zip(place_engines(args.engine_topology), plans, slots, strict=True):
-        spec = WorkerSpec(plan.name, slot=slot, near_driver=True)
-        own = functools.partial(runtime.spawn, spec, EngineServer, plan)
-        servers.setdefault(place.model, []).append(HostedEngine(plan, own, timeout_s(args, "host")))
+    plans = iter(plan_engines(args, run_, slots))
+    for place, nodes in zip(place_engines(args.engine_topology), by_engine(slots), strict=True):
+        parts = [
+            (
+                plan,
+                functools.partial(
+                    runtime.spawn, WorkerSpec(plan.name, slot, near_driver=True), EngineServer, plan
+                ),
+                timeout_s(args, "host"),
+            )
+            for slot, plan in zip(nodes, plans, strict=False)  # the plans of this engine's slots
+        ]
+        head = HostedEngine(*parts[0], [HostedEngine(*part) for part in parts[1:]])
+        servers.setdefault(place.model, []).append(head)
     return servers
 
 
@@ -211,20 +220,26 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
     imports = {} if kind.own_python else import_environment()
     models = {model.name: model for model in args.engine_topology.models}
 
+    nodes = [
+        (replace(place, node=node, num_nodes=len(own)), slot)
+        for place, own in zip(place_engines(args.engine_topology), by_engine(slots), strict=True)
+        for node, slot in enumerate(own)
+    ]
     plans = []
-    for place, slot in zip(place_engines(args.engine_topology), slots, strict=True):
+    for place, slot in nodes:
         path, pushed = models[place.model].model_path, models[place.model].update_weights
         if path is None:
             raise ValueError("--hf-checkpoint is required: engines serve its model.")
         quantization = served_config(path) if args.rollout_quantization == "fp8" and pushed else None
         threads = args.engine_threads or kind.command.num_threads(Path(path), cores)
+        name = f"{place.name}-node-{place.node}" if place.node else place.name
         site = EngineSite(path, pushed, place, slot.gpu_ids, slot.host, run.shm_prefix, threads, quantization)
         environment = {**thread_environment(threads), **imports, **kind.command.run_environment(args, site)}
         plan = LaunchPlan(
-            name=place.name,
+            name=name,
             command=kind.command.run_command(args, site),
             env={**environment, **slot.env},
-            log_path=run.run_dir / "logs" / f"{place.name}.log",
+            log_path=run.run_dir / "logs" / f"{name}.log",
             start_timeout_s=timeout_s(args, "engine-start"),
             worker_type=place.worker_type,
             host=slot.host,
@@ -235,26 +250,32 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
     return plans
 
 
-def _policy_slots(args: Args, slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
-    """Return the slots of the engines that get the trainer's weights."""
+def _policy_engines(args: Args, slots: tuple[Slot, ...]) -> list[tuple[Slot, ...]]:
+    """Return the slots of each engine that gets the trainer's weights."""
+    engines, name = by_engine(slots), args.engine_topology.policy.name
     if args.rollout_external_engine_addrs or not slots:
-        return slots
-    name = args.engine_topology.policy.name
+        return engines
     places = place_engines(args.engine_topology)
-    return tuple(slot for place, slot in zip(places, slots, strict=True) if place.model == name)
+    return [own for place, own in zip(places, engines, strict=True) if place.model == name]
 
 
 def ranks_on_engines(args: Args, placement: Placement) -> tuple[tuple[int, ...], ...]:
     """Return, for each engine that gets the trainer's weights, the trainer ranks on its devices."""
     rank_on = {gpu: slot.index for slot in placement.trainer for gpu in slot.gpus}
-    engines = _policy_slots(args, placement.engines)
-    return tuple(tuple(rank_on[gpu] for gpu in slot.gpus if gpu in rank_on) for slot in engines)
+    engines = _policy_engines(args, placement.engines)
+    return tuple(
+        tuple(rank_on[gpu] for slot in own for gpu in slot.gpus if gpu in rank_on) for own in engines
+    )
 
 
-def trains_on_every_gpu(args: Args, placement: Placement) -> bool:
-    """Return whether every GPU of an engine has a trainer rank, which can hand over the weights."""
+def takes_handles(args: Args, placement: Placement) -> bool:
+    """Return whether every engine can take handles to GPU memory, which trainer ranks on its GPUs make.
+
+    An engine over several machines does not: nobody has seen that work yet.
+    """
     training = {gpu for slot in placement.trainer for gpu in slot.gpus}
-    return all(training.issuperset(slot.gpus) for slot in _policy_slots(args, placement.engines))
+    engines = _policy_engines(args, placement.engines)
+    return all(len(own) == 1 and training.issuperset(own[0].gpus) for own in engines)
 
 
 def _watch_policy(args: Args) -> WatchPolicy:

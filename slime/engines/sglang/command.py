@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime.arguments import Args
 from slime.catalog.vision import VISION_FAMILIES
-from slime.engines.engine_process import Command
+from slime.engines.engine_process import MEETING_POINT, Command
 from slime.engines.launch_plan import EngineSite
 from slime.engines.sglang.supervisor import NCCL_PORT, PORT
 from slime.utils.misc import is_installed
@@ -22,7 +22,7 @@ _CPU_WORDS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--sleep-on-idle"),
 )
-_AT_A_TIME = "--max-running-requests"
+_AT_A_TIME, _MEETING = "--max-running-requests", ("--dist-init-addr", MEETING_POINT)
 _CPU_MAX_TOTAL_TOKENS, _CPU_MAX_RUNNING = 65536, 64
 # Layers of --lora-target-modules all-linear in the dense families: a server must know them before it gets
 # adapters.
@@ -45,6 +45,8 @@ class SGLangOptions:
     weight_version: str = "default"
     host: str = "127.0.0.1"
     most_requests: int | None = None  # requests that are sent to it at a time, if known
+    node: int = 0  # this machine among `num_nodes` that the server spans
+    num_nodes: int = 1
     extra: Sequence[str] = ()
 
 
@@ -66,6 +68,8 @@ def run_command(args: Args, site: EngineSite) -> Command:
             deterministic=args.deterministic_mode and not cpu,
             host=site.host,
             most_requests=args.sglang_server_concurrency,
+            node=site.place.node,
+            num_nodes=site.place.num_nodes,
             extra=(
                 *_image_words(site),
                 *(_pushed_words(args, site) if site.update_weights else ()),
@@ -78,11 +82,12 @@ def run_command(args: Args, site: EngineSite) -> Command:
 
 def run_environment(args: Args, site: EngineSite) -> dict[str, str]:
     """Return variables of a server's process."""
+    found = {"SGLANG_HOST_IP": site.host} if site.place.num_nodes > 1 else {}
     if site.update_weights and not args.freeze_vision_tower and _sees(site):
         # SGLang caches features of images by hash, and weight updates do not clear that cache: known images
         # would keep features of the old tower.
-        return {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
-    return {}
+        found["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+    return found
 
 
 def num_threads(model: Path, cores: int) -> int:
@@ -123,6 +128,8 @@ def server_words(options: SGLangOptions) -> list[str]:
     words = ["--model-path", options.model_path, "--host", options.host, "--port", PORT]
     words += ["--nccl-port", NCCL_PORT, "--dtype", options.dtype, "--random-seed", str(options.seed)]
     words += ["--weight-version", options.weight_version, "--tp-size", str(options.tensor_parallel)]
+    if options.num_nodes > 1:
+        words += ["--nnodes", f"{options.num_nodes}", "--node-rank", f"{options.node}", *_MEETING]
     if options.cpu:
         words += _CPU_WORDS
         limits = {"--max-total-tokens": _CPU_MAX_TOTAL_TOKENS, _AT_A_TIME: _CPU_MAX_RUNNING}

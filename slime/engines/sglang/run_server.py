@@ -101,9 +101,9 @@ def _values(words: list[str], option: str) -> list[str]:
 # Run as a script and in spawned processes; an importer of this module has its own torch.
 if __name__ in ("__main__", "__mp_main__") and "cpu" in _values(sys.argv, "--device"):
     fill_cpu_gaps()
-    num_ranks = int((_values(sys.argv, "--tp-size") or ["1"])[-1])
-    if num_ranks > 1:
-        spread_over_cores(num_ranks)
+    ranks, nodes = (int((_values(sys.argv, option) or ["1"])[-1]) for option in ("--tp-size", "--nnodes"))
+    if ranks > 1:
+        spread_over_cores(ranks // nodes)
 
 
 def print_flags() -> None:
