@@ -85,7 +85,7 @@ def test_a_run_with_an_engine_of_two_hosts_survives_the_loss_of_either_part(fold
             until(f"step {losses}/")
             killed = host.run("pkill", "-9", "-f", "run_server.py")
             assert killed.returncode == 0, f"there was no part of the engine on {host.name}"
-            until("engine-0 serves again at", losses)
+            until("engine-0 is ready again at", losses)
         code = run.wait()
     shown = out.read_text()
     assert code == 0, shown[-8000:]
