@@ -59,8 +59,8 @@ def _join_or_start() -> None:
     if address and "://" in address:
         raise RunStopped(
             f"RAY_ADDRESS={address} is an address for clients, and the driver of a run works inside the "
-            "cluster: submit the run there (ray job submit --address http://HEAD:8265 -- slime train), or "
-            "start it on a machine of the cluster with RAY_ADDRESS=auto"
+            "cluster: submit the run there (ray job submit --address http://HEAD:8265 -- python3 train.py), "
+            "or start it on a machine of the cluster with RAY_ADDRESS=auto"
         )
     for again in reversed(range(1 if address else _STARTS)):
         try:

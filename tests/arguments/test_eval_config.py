@@ -41,7 +41,7 @@ def test_single_file_is_called_aime(data):
 
 
 def test_odd_number_of_words_is_refused(data):
-    with pytest.raises(ValueError, match="--eval-prompt-data has 3 words"):
+    with pytest.raises(ValueError, match="--eval-prompt-data has 3 values"):
         parse("--eval-prompt-data", "one", data, "two")
 
 

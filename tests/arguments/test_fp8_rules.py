@@ -44,7 +44,7 @@ def test_fp8_from_a_16_bit_checkpoint_is_refused_where_no_push_brings_it(words, 
 
 
 def test_an_fp8_folder_needs_no_flag_and_a_rounding_needs_fp8(fp8_folder):
-    with pytest.raises(ValueError, match="holds FP8 weights already"):
+    with pytest.raises(ValueError, match="contains FP8 weights already"):
         parse("--rollout-quantization", "fp8", hf_checkpoint=fp8_folder)
     with pytest.raises(ValueError, match="the engines hold no FP8 weights"):
         parse("--fp8-rounding", "nearest")

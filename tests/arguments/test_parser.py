@@ -222,7 +222,7 @@ def test_file_keys_may_be_written_like_flags(tmp_path):
         ("colocate: 3\n", "expected true or false"),
         ("lr: 1\nlr: 2\n", "key 'lr' is written twice"),
         ("lr: [1\n", "is not valid YAML"),
-        ("- lr\n", "holds a list"),
+        ("- lr\n", "run.yaml is a list"),
         ("config: other.yaml\n", "only be given on the command line"),
     ],
 )

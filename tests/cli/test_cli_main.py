@@ -124,7 +124,7 @@ def test_a_record_of_another_run_is_refused_before_anything_is_checked_or_shown(
         cli_train.main([*base_argv(), "--run-dir", str(tmp_path)], train=seen.append)
     shown = capsys.readouterr()
     assert (stop.value.code, shown.out, seen) == (2, "", [])
-    assert "record.db is no file" in shown.err and not (tmp_path / "error.txt").exists()
+    assert "record.db is not a file" in shown.err and not (tmp_path / "error.txt").exists()
 
 
 def test_a_run_that_is_past_its_last_step_is_told_so_and_ends_well(capsys, tmp_path):

@@ -126,8 +126,16 @@ def test_memory_is_locked_beside_compiling_and_both_have_ended_on_return(monkeyp
 @pytest.mark.parametrize(
     ("failing", "done", "told"),
     [
-        ("compile", "locked", "not layers compiled before the start: RuntimeError: no room"),
-        ("lock", "compile", "not host memory page-locked before the start: RuntimeError: no room"),
+        (
+            "compile",
+            "locked",
+            "Not layers compiled in advance (the first step does it): RuntimeError: no room",
+        ),
+        (
+            "lock",
+            "compile",
+            "Not host memory page-locked in advance (the first step does it): RuntimeError: no room",
+        ),
     ],
 )
 def test_a_part_of_a_warm_up_that_fails_is_told_and_the_other_is_done(

@@ -353,7 +353,7 @@ def test_loads_count_running_and_waiting(engine):
         ]
         await engine.running(tokens=40)
         load = await engine.control.load()
-        await engine.control.abort()
+        await engine.abort_all()
         await asyncio.gather(*tasks)
         met(load == (8, 3))
         return await engine.control.load()
@@ -394,7 +394,7 @@ def test_abort_all_ends_waiting_requests_too(engine):
             for _ in range(10)
         ]
         await engine.running(tokens=20)
-        await engine.control.abort()
+        await engine.abort_all()
         made = await asyncio.gather(*tasks)
         met({m.finish for m in made} == {"abort"})
         return made

@@ -259,7 +259,7 @@ def test_a_busy_engine_answers_health_probes_before_its_queue_is_empty(engine):
         await engine.running(tokens=20)
         healthy = await engine.control.healthy()
         unfinished = sum(not task.done() for task in tasks)
-        await engine.control.abort()
+        await engine.abort_all()
         await asyncio.gather(*tasks)
         met(unfinished == 20)
         return healthy

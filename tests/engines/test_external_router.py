@@ -59,7 +59,7 @@ def test_a_router_that_does_not_come_back_ends_the_run(quick):
         router = ExternalRouter("127.0.0.1", other.port, patience_s=0.1)
         router.enroll(server("http://a:1"))
         router.start()
-    with pytest.raises(RunStopped, match=r"\(--sglang-router-ip\) has not answered for"):
+    with pytest.raises(RunStopped, match=r"\(--sglang-router-ip\) has not responded for"):
         router.failure.result(60)
     router.stop()
 

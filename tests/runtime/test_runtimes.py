@@ -239,7 +239,7 @@ def test_a_stopped_worker_is_told_and_answers_again_when_it_goes_on(made, watche
     caplog.clear()  # on a busy machine it may have been late before, and answered again
     os.kill(pid, signal.SIGCONT)
     # The worker of the other runtime may be late, too, on a busy machine: its line does not count.
-    again = re.compile(rf"sleeper \(pid {pid}\b.*answers again")
+    again = re.compile(rf"sleeper \(pid {pid}\b.*responds again")
     waits.until(lambda: again.search(caplog.text), "the next heartbeat", 60)
     assert sleeper.call(Target.add, 1).result(PATIENCE_S) == 11
 

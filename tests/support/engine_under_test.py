@@ -238,12 +238,16 @@ class EngineUnderTest:
         """What a scenario gives that meets requests under way."""
         return until_met(lambda: run(scenario()), self.reset)
 
+    async def abort_all(self) -> None:
+        """End every request of the engine, as its `/abort_request` promises."""
+        await self.control._post("abort_request", {"abort_all": True})
+
     def reset(self) -> None:
         """Its first weights, nothing paused, nothing cached."""
         if self.can.memory_saver:  # others may end over memory that was never released
             run(self.control.restore())
         run(self.control.resume())
-        run(self.control.abort())
+        run(self.abort_all())
         run(self.idle())
         run(self.control.update_from_disk(str(self.model), "default"))
         run(self.control.flush())

@@ -166,7 +166,7 @@ def test_a_stopped_server_or_worker_is_ended(start, tmp_path, victim):
     os.kill(pids(tmp_path)[victim], signal.SIGSTOP)
     assert all_gone(pids(tmp_path))
     server._process.wait(PATIENCE_S)
-    assert "is stopped (SIGSTOP); it is ended" in server.describe_end()
+    assert "is stopped (SIGSTOP); the server is killed" in server.describe_end()
 
 
 def test_a_restarted_engine_keeps_its_port(start, tmp_path):
