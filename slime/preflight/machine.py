@@ -98,6 +98,10 @@ def check_memory(args: Args, plan: RunPlan) -> Iterator[Finding]:
     device = Device.here()
     for line in plan.lines(device.room if device.is_gpu else None):
         yield Finding("warning" if line.startswith("does not fit") else "note", COST, line)
+    whole_s = plan.step_s * (args.num_rollout or 0)
+    if whole_s >= 60:  # in shorter runs most of the time goes into what is not predicted
+        whole = f"{whole_s / 3600:.1f} hours" if whole_s >= 7200 else f"{whole_s / 60:.0f} minutes"
+        yield Finding("note", COST, f"{args.num_rollout} steps: about {whole}, and what evaluations take")
     if not device.is_gpu and args.runtime != "ray":
         ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
         engines = args.engine_topology.num_gpus

@@ -8,6 +8,7 @@ from tiny_model import make_tiny_tokenizer
 
 from slime.arguments import parse_args
 from slime.cli.plan import main
+from slime.preflight.machine import check_memory
 from slime.preflight.run_plan import Device, RunPlan, plan_run
 from slime.preflight.trainer_plan import GIB
 
@@ -154,3 +155,20 @@ def test_a_model_that_is_not_here_is_told(capsys):
     with pytest.raises(SystemExit) as stop:
         main([*base_argv(), "--gpu-gib", "24"])
     assert stop.value.code == 2 and "no config.json there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (100, "100 steps: about 60 minutes, and what evaluations take"),
+        (1000, "1000 steps: about 10.0 hours, and what evaluations take"),
+        (1, None),
+    ],
+)
+def test_the_time_of_a_whole_run_is_told_where_it_is_long(tmp_path, steps, said):
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    args = parse_args(base_argv(hf_checkpoint=str(tmp_path), train_backend="fsdp", num_rollout=steps))
+    plan = RunPlan({"weights": GIB}, {"weights": GIB}, False, 20.0, 16.0)
+    texts = [finding.text for finding in check_memory(args, plan)]
+    assert [text for text in texts if "evaluations take" in text] == ([said] if said else [])
