@@ -106,9 +106,13 @@ def write_tensors(file: Path, tensors: "Mapping[str, Tensor]") -> None:
     from safetensors.torch import save_file  # imports torch: only needed where weights are written
 
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    file.touch()
+    mode = file.stat().st_mode  # as the umask says: safetensors makes a file that its owner alone can read
     try:
         save_file(on_cpu, file, metadata={"format": "pt"})
+        file.chmod(mode)
     except SafetensorError as error:
+        file.unlink(missing_ok=True)
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise
