@@ -102,7 +102,10 @@ def test_a_page_that_dies_before_its_run_is_told_of(tmp_path, capfd):
 
 def test_ctrl_c_is_for_the_run_and_a_page_that_is_not_up_yet_says_nothing(tmp_path, capfd):
     with pytest.raises(KeyboardInterrupt), page_beside(str(tmp_path / "run")):
-        [page] = [p for p in psutil.Process().children() if str(tmp_path / "run") in cmdline(p)]
+        # A process that is forked for a test has its command line a moment later than its pid.
+        [page] = eventually(
+            lambda: [p for p in psutil.Process().children() if str(tmp_path / "run") in cmdline(p)]
+        )
         assert os.getsid(page.pid) == page.pid  # else the terminal would interrupt its imports too
         raise KeyboardInterrupt
     assert not page.is_running() and capfd.readouterr().out == ""
