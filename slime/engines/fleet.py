@@ -180,7 +180,8 @@ class EngineFleet:
 
     def _evict_silent(self, beat: HttpBeat, cause: str) -> None:
         [server] = [server for server in self.servers if beat.server in getattr(server, "parts", (server,))]
-        self.evict(server.url, TimeoutError(f"{beat.name}: no sign of life for {cause}"))
+        part = "" if beat.server is server else f"{beat.name}: "
+        self.evict(server.url, TimeoutError(f"{part}no sign of life for {cause}"))
 
     def stop(self) -> None:
         self._stopping.set()
