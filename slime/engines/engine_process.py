@@ -21,6 +21,8 @@ from slime.wire.protocol import EngineInfo
 _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
 # An argument that is replaced by the address at which the processes of an engine meet.
 MEETING_POINT = "{meeting_point}"
+# Ports that are kept from the meeting point on: SGLang derives some of its own from it, up to the point + 13.
+_MEETING_PORTS = 14
 # After a kill, children of the process may hold its port for a while, longer on a slow machine.
 _PORT_PATIENCE_S = 30.0
 
@@ -72,6 +74,7 @@ class EngineServer:
         self.port = port
         self.bootstrap_port: int | None = None  # bootstrap port of a prefill engine
         self._held_port: socket.socket | None = None
+        self._meeting_ports: list[socket.socket] = []
         self._process: Child | None = None
         self._life = LifePipe()
         self._ready_file = plan.log_path.with_suffix(".ready")  # exists from readiness until it is read
@@ -99,7 +102,7 @@ class EngineServer:
         self._ready_file.unlink(missing_ok=True)  # of a start that failed
         words = self.plan.command(self.port, self._ready_file, self._life.read_fd)
         if MEETING_POINT in words and not meeting_point:
-            meeting_point = f"{self.plan.host}:{ports.find_available_port()}"
+            meeting_point = f"{self.plan.host}:{self._take_meeting_ports()}"
         # By itself gloo takes the address of the machine's name, which may be loopback.
         network = (
             {"GLOO_SOCKET_IFNAME": ports.interface_towards(self.plan.host) or "lo"} if meeting_point else {}
@@ -118,6 +121,20 @@ class EngineServer:
             )
         usage.follow(self.plan.name, self._process.pid, {**os.environ, **self.plan.env}, whole=True)
         return meeting_point
+
+    def _take_meeting_ports(self) -> int:
+        """Reserve other ports than last time, which an earlier process may still hold; return the first."""
+        self._free_meeting_ports()
+        try:
+            self._meeting_ports = ports.hold_ports_in_a_row(self.plan.host, _MEETING_PORTS)
+        except OSError as error:
+            raise RunStopped(f"{self.plan.name} cannot start: {error}; end programs that use them") from error
+        return int(self._meeting_ports[0].getsockname()[1])
+
+    def _free_meeting_ports(self) -> None:
+        for held in self._meeting_ports:
+            held.close()
+        self._meeting_ports = []
 
     def _take_port(self) -> None:
         """Reserve the port from the first start on, also between two processes of the engine."""
@@ -201,5 +218,6 @@ class EngineServer:
             kill_group(self._process)
         self._ready_file.unlink(missing_ok=True)
         self._life.close()
+        self._free_meeting_ports()
         if self._held_port is not None:
             self._held_port.close()

@@ -347,8 +347,10 @@ class EngineInfo:
         """Return the weight transports; adapters alone only if the engine was started for them.
 
         SGLang addresses a rank by its number within its stage and copy, so of several it reaches one alone.
+        Attention groups share one copy: SGLang 0.5.23 counts them as `attn_dp_size`, older ones as `dp_size`.
         """
-        copies = 1 if self.raw.get("enable_dp_attention") else self.raw.get("dp_size")
+        one_copy = self.raw.get("enable_dp_attention") and "attn_dp_size" not in self.raw
+        copies = 1 if one_copy else self.raw.get("dp_size")
         if (copies or 1) > 1 or (self.raw.get("pp_size") or 1) > 1:
             return ("disk",)
         adapters = self.dialect.adapters_by if self.raw.get("enable_lora") else None
@@ -363,7 +365,7 @@ class EngineInfo:
         """
         derives = any(self.raw.get(name) for name in ("quantization", "speculative_algorithm", "enable_lora"))
         plain_cache = (self.raw.get("kv_cache_dtype") or "auto") in ("auto", "bf16", "bfloat16", "float16")
-        tells_all = all((self.raw.get(name) or 1) == 1 for name in ("pp_size", "dp_size"))
+        tells_all = all((self.raw.get(name) or 1) == 1 for name in ("pp_size", "dp_size", "attn_dp_size"))
         return self.dialect.overwrites_weights and not derives and plain_cache and tells_all
 
     @property

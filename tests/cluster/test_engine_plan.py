@@ -126,3 +126,10 @@ def test_a_server_on_two_machines_is_started_on_each_and_told_where_they_meet(tm
         assert words[words.index("--tp-size") + 1] == "4"
         assert plan.env["SGLANG_HOST_IP"] == plan.host == slots[rank].host
         assert plan.env["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+@pytest.mark.parametrize("flag", ["--enable-dp-attention", "--attn-dp-size"])
+def test_attention_groups_of_one_machine_meet_at_ports_that_are_reserved(tmp_path, flag):
+    words, _ = words_of(tmp_path, Slot(0, (0, 1)), sglang_options=(flag, "2"))
+    assert words[words.index("--dist-init-addr") + 1] == MEETING_POINT and "--nnodes" not in words
+    assert "--dist-init-addr" not in words_of(tmp_path, Slot(0, (0, 1)))[0]

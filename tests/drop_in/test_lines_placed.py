@@ -93,11 +93,36 @@ def test_a_cluster_that_is_too_small_is_refused_with_the_numbers(large):
             "--rollout-num-gpus-per-engine is 64, and a machine has 8 .* these are local and sglang",
         ),
         (("--sglang-pp-size", "2"), "--sglang-pp-size cannot be given: SGLang gives the ranks of all stages"),
+        (
+            ("--sglang-dp-size", "24"),
+            "--sglang-dp-size is 24, which does not divide the 64 GPUs of an engine",
+        ),
+        (
+            ("--sglang-ep-size", "48"),
+            "--sglang-ep-size is 48, which does not divide the 64 GPUs of an engine",
+        ),
+        (("--sglang-attn-dp-size", "4"), "--sglang-dp-size is 64: SGLang would start 64 copies .* remove it"),
     ],
 )
 def test_what_would_not_start_or_would_hang_is_refused_by_name(large, more, message):
     with pytest.raises(ValueError, match=message):
         large("671B on 16 machines", *more)
+
+
+def test_copies_of_the_model_in_one_server_are_refused_in_flags_and_in_a_topology(read, tmp_path):
+    engines = "--rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 8 --colocate"
+    with pytest.raises(ValueError, match="--sglang-dp-size is 2: SGLang would start 2 copies"):
+        read(engines, "--sglang-dp-size", "2")
+    read(engines, "--sglang-dp-size", "2", "--sglang-enable-dp-attention")
+    read(engines, "--sglang-attn-dp-size", "2", "--sglang-ep-size", "2")
+    file = tmp_path / "topology.yaml"
+    group = "{num_gpus: 8, num_gpus_per_engine: 4, overrides: {dp_size: 4, enable_dp_attention: %s}}"
+    words = "--actor-num-gpus-per-node 8 --colocate", "--sglang-config", str(file)
+    file.write_text("sglang: [{name: policy, server_groups: [" + group % "true" + "]}]")
+    assert read(*words).rollout_num_gpus == 8
+    file.write_text("sglang: [{name: policy, server_groups: [" + group % "false" + "]}]")
+    with pytest.raises(ValueError, match=r"--sglang-dp-size is 4 \(in the topology's model 'policy'\)"):
+        read(*words)
 
 
 def test_an_engine_that_runs_on_one_machine_is_refused_more_than_its_gpus(root):

@@ -81,6 +81,11 @@ def test_engines_are_asked_what_they_are(serve, model):
     [
         ({"tp_size": 4}, ("disk", "tensor", "distributed")),
         ({"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, ("disk", "tensor", "distributed")),
+        (
+            {"tp_size": 4, "dp_size": 1, "attn_dp_size": 4, "enable_dp_attention": True},
+            ("disk", "tensor", "distributed"),
+        ),
+        ({"tp_size": 4, "dp_size": 2, "attn_dp_size": 4, "enable_dp_attention": True}, ("disk",)),
         ({"tp_size": 2, "pp_size": 2}, ("disk",)),
         ({"tp_size": 2, "dp_size": 2}, ("disk",)),
     ],

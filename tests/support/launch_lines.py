@@ -153,6 +153,7 @@ SERVER_FLAGS = [
     ("enable-dp-attention", 0, None),
     ("pp-size", None, "int"),
     ("dp-size", None, "int"),
+    ("attn-dp-size", None, "int"),
     ("ep-size", None, "int"),
     ("enable-dp-lm-head", 0, None),
     ("moe-dense-tp-size", None, "int"),

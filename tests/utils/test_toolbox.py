@@ -1,6 +1,7 @@
 """Loading plug-ins by path, shared segments, named waits, and HTTP with retries where they help."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +14,8 @@ from patience import LONG_S
 
 from slime.liveness import waits
 from slime.utils import async_utils, http_utils, misc
-from slime.utils.machine import shm
-from slime.utils.machine.ports import hold_port
+from slime.utils.machine import ports, shm
+from slime.utils.machine.ports import hold_port, hold_ports_in_a_row, is_port_available
 
 
 def test_functions_load_from_modules_and_from_files(tmp_path):
@@ -196,3 +197,24 @@ def test_a_server_that_comes_up_late_is_waited_for():
     assert async_utils.run(go()) == {"late": True}
     assert time.monotonic() - started < LONG_S
     held.close()
+
+
+def test_ports_in_a_row_are_kept_for_a_server_and_given_to_nobody_else():
+    one, other = (hold_ports_in_a_row("127.0.0.1", 14) for _ in range(2))
+    numbers = [held.getsockname()[1] for held in one]
+    assert numbers == [*range(numbers[0], numbers[0] + 14)]
+    assert not set(numbers) & {held.getsockname()[1] for held in other}
+    # As SGLang, ZeroMQ and torch bind them; a program that does not share an address is refused.
+    assert all(is_port_available(number, host) for number in numbers for host in ("127.0.0.1", ""))
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", numbers[-1]))
+    server = socket.create_server(("127.0.0.1", numbers[3]))
+    assert hold_port("127.0.0.1", numbers[3]) is None
+    for held in (server, *one, *other):
+        held.close()
+
+
+def test_a_machine_without_free_ports_in_a_row_is_an_error(monkeypatch):
+    monkeypatch.setattr(ports, "hold_port", lambda host, port: None)
+    with pytest.raises(OSError, match=r"no 14 free ports in a row between 20000 and \d+"):
+        hold_ports_in_a_row("127.0.0.1", 14)

@@ -258,6 +258,7 @@ def topology(draft: Draft) -> None:
         _check_evaluation_engines(draft)
         if not draft.rollout_external_engine_addrs:
             _check_machines(draft)
+            ENGINES[draft.rollout_engine].rules.check_parallel_sizes(draft)
     learns = any(model.update_weights for model in draft.engine_topology.models)
     if not learns and not draft.debug_rollout_only and not draft.debug_train_only:
         raise ValueError(

@@ -23,6 +23,7 @@ _CPU_WORDS = (
     *("--disable-overlap-schedule", "--sleep-on-idle"),
 )
 _AT_A_TIME, _MEETING = "--max-running-requests", ("--dist-init-addr", MEETING_POINT)
+_ATTENTION_GROUPS = {"--enable-dp-attention", "--attn-dp-size", "--attention-data-parallel-size"}
 _CPU_MAX_TOTAL_TOKENS, _CPU_MAX_RUNNING = 65536, 64
 # Layers of --lora-target-modules all-linear in the dense families: a server must know them before it gets
 # adapters.
@@ -130,6 +131,9 @@ def server_words(options: SGLangOptions) -> list[str]:
     words += ["--weight-version", options.weight_version, "--tp-size", str(options.tensor_parallel)]
     if options.num_nodes > 1:
         words += ["--nnodes", f"{options.num_nodes}", "--node-rank", f"{options.node}", *_MEETING]
+    elif given & _ATTENTION_GROUPS:
+        # Else SGLang derives their ports from its own, and they may be taken.
+        words += _MEETING
     if options.cpu:
         words += _CPU_WORDS
         limits = {"--max-total-tokens": _CPU_MAX_TOTAL_TOKENS, _AT_A_TIME: _CPU_MAX_RUNNING}

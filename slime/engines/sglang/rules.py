@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slime.arguments.core.devices import visible_gpus
 from slime.arguments.core.draft import Draft
 from slime.arguments.passthrough.sglang_flags import need_python
@@ -27,6 +29,37 @@ def make_reproducible(draft: Draft) -> None:
             "none: tokens differ from run to run, and only what is trained on is kept and counted exactly; "
             "--rollout-engine embedded gives the same bits on a CPU."
         )
+
+
+def check_parallel_sizes(draft: Draft) -> None:
+    """Refuse sizes that do not fit an engine's GPUs, or with which weights would not reach all ranks."""
+    for model in draft.engine_topology.models:
+        for group in (group for group in model.groups if group.num_engines):
+            where = f" (in the topology's model {model.name!r})" if group.overrides else ""
+            _check_sizes(draft, group.overrides, group.num_gpus_per_engine, where)
+
+
+def _check_sizes(draft: Draft, overrides: dict[str, Any], num_gpus: int, where: str) -> None:
+    def given(name: str) -> int:
+        return int(overrides.get(name, getattr(draft, f"sglang_{name}", None)) or 0)
+
+    dp, attention, flag = given("dp_size") or 1, given("attn_dp_size") or 1, "--sglang-attn-dp-size"
+    if attention == 1 and given("enable_dp_attention"):
+        # SGLang 0.5.23 counts attention groups in a flag of their own, older releases in this one.
+        dp, attention, flag = 1, dp, "--sglang-dp-size"
+    if dp > 1:
+        raise ValueError(
+            f"--sglang-dp-size is {dp}{where}: SGLang would start {dp} copies of the model behind one "
+            f"address, on {dp} times the GPUs of --rollout-num-gpus-per-engine, and pushes of weights do not "
+            "reach them. Copies are engines here: remove it and raise --rollout-num-gpus. For data "
+            "parallelism within an engine's attention add --sglang-enable-dp-attention."
+        )
+    for option, size in ((flag, attention), ("--sglang-ep-size", given("ep_size") or 1)):
+        if num_gpus % size:
+            raise ValueError(
+                f"{option} is {size}{where}, which does not divide the {num_gpus} GPUs of an engine "
+                "(--rollout-num-gpus-per-engine): use a divisor of that."
+            )
 
 
 def check_adapter_sync(draft: Draft, own_requests: str | None) -> None:
