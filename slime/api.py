@@ -29,7 +29,7 @@ from slime.cli.notebook import in_notebook
 from slime.cli.tasks import TASKS, model_folder
 from slime.data.copies import forget_copies
 from slime.observability.tracking import read_metrics
-from slime.record import Answer, Select, open_record
+from slime.record import RecordedSample, Select, open_record
 from slime.utils.errors import FolderInUse
 from slime.utils.files.folder_lock import lock_file
 from slime.utils.files.run_file import CLAIM, LAST_MODEL, claim_run_folder, is_used, resumption_of
@@ -50,10 +50,10 @@ class Result:
         """Return one metric by step."""
         return {row["step"]: row[name] for row in self.metrics if name in row}
 
-    def samples(self, **select: Any) -> list[Answer]:
+    def samples(self, **select: Any) -> list[RecordedSample]:
         """Return responses of the model, newest first; arguments are those of `slime.record.Select`."""
         with open_record(self.run_dir) as record:
-            return record.answers(Select(**select))
+            return record.samples(Select(**select))
 
 
 def train(

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 MOVED = {
     "slime.agent.rewards.programs": "slime.agent.rewards.code",
     "slime.ray.rollout_data_source": "slime.rollout.data_source",
+    "slime.rollout.answers": "slime.rollout.response_text",
     "slime.rollout.policy_requests": "slime.rollout.generation.policy_requests",
-    "slime.rollout.rm_hub.answers": "slime.rollout.answers",
+    "slime.rollout.rm_hub.answers": "slime.rollout.response_text",
     "slime.utils.arguments": "slime.arguments",
     "slime.utils.data": "slime.data.dataset",
     "slime.utils.external_utils.command_utils": "slime.cli.launch",

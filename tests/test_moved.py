@@ -51,9 +51,10 @@ def test_old_module_is_the_same_object_and_warns(old):
         ("slime.backends.megatron_utils.loss", ["icepop_function", "get_responses"]),
         ("slime.observability.tensorboard_utils", ["_TensorboardAdapter"]),
         ("slime.utils.external_utils.command_utils", ["execute_train", "exec_command", "convert_checkpoint"]),
-        ("slime.rollout.rm_hub", ["grade_answer_verl", "get_deepscaler_rule_based_reward"]),
+        ("slime.rollout.rm_hub", ["grade_answer_verl", "get_deepscaler_rule_based_reward", "answer_text"]),
         ("slime.utils.processing_utils", ["build_processor_kwargs"]),
         ("slime.rollout.sleep_rollout", ["sleep"]),
+        ("slime.record", ["Answer"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
-from slime.cli.inspect.samples import show_answer
+from slime.cli.inspect.samples import render_sample
 from slime.cli.notebook import NotebookTerminal, in_notebook
 from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows, verdict
 from slime.liveness import phases
@@ -30,7 +30,7 @@ from slime.observability.terminal.capture import Capture, Lines
 from slime.observability.terminal.metrics_tail import MetricsReader, Repeated
 from slime.observability.terminal.progress import LOSS, REWARD, Progress, live_lines, plain_line
 from slime.observability.terminal.terminal import Terminal
-from slime.record import Answer, RecordError, Select, open_record
+from slime.record import RecordedSample, RecordError, Select, open_record
 from slime.utils.files.run_file import METRICS_FILE, name_of_run
 from slime.utils.printable import cut_lines, printable
 
@@ -129,20 +129,20 @@ class RunScreen(contextlib.ExitStack):
         if not self.terminal.is_live:
             self.terminal.print(Text(plain_line(self.progress)))
         step = self.progress.done - 1
-        if step % _SHOW_EVERY == 0 and (answer := self._pick(step)) is not None:
+        if step % _SHOW_EVERY == 0 and (sample := self._pick(step)) is not None:
             width = self.terminal.size[0]
-            self.terminal.print(show_answer(answer, width, whole=False, num_lines=(3, 5)))
+            self.terminal.print(render_sample(sample, width, whole=False, num_lines=(3, 5)))
 
-    def _pick(self, step: int) -> Answer | None:
+    def _pick(self, step: int) -> RecordedSample | None:
         """Return a sample of this step, every other time one that was filtered out."""
         try:
             with open_record(self._run_dir) as record:
-                answers = record.answers(Select("train", step, limit=_CANDIDATES))
+                samples = record.samples(Select("train", step, limit=_CANDIDATES))
                 if step % (2 * _SHOW_EVERY):
-                    answers = record.answers(Select("train", step, outcome="filtered", limit=1)) or answers
+                    samples = record.samples(Select("train", step, outcome="filtered", limit=1)) or samples
         except (RecordError, sqlite3.Error):  # there is no record, or it is locked
             return None
-        return answers[step % len(answers)] if answers else None
+        return samples[step % len(samples)] if samples else None
 
     # -- log records and prints
 

@@ -162,20 +162,20 @@ class Requests:
         recording = self._recording
         return [] if recording is None else recording.call_control(Recording.actions, state).result()
 
-    def _answer(self, row: ActionRow, state: str, rollout_id: int, text: str) -> None:
+    def _reply(self, row: ActionRow, state: str, rollout_id: int, text: str) -> None:
         assert self._recording is not None, "it was asked for through the record"
-        self._recording.call_control(Recording.answer, row.id, state, rollout_id, text).result()
+        self._recording.call_control(Recording.reply, row.id, state, rollout_id, text).result()
 
     def _handle_asked(self, end: _StepEnd, *, paused: bool) -> tuple[bool, str | None]:
         """Execute pending requests; return whether the run is paused afterwards, and why it should end."""
         stop = None
         for row in self._asked():
             try:
-                answer, state = self._do(end, row), DONE
+                reply, state = self._do(end, row), DONE
             except RequestRefused as refusal:
-                answer, state = str(refusal), REFUSED
-            logger.info("Request by %s after rollout %d: %s: %s", row.who, end.rollout_id, row.name, answer)
-            self._answer(row, state, end.rollout_id, answer)
+                reply, state = str(refusal), REFUSED
+            logger.info("Request by %s after rollout %d: %s: %s", row.who, end.rollout_id, row.name, reply)
+            self._reply(row, state, end.rollout_id, reply)
             if state == DONE:
                 paused = row.name == "pause" or (paused and row.name != "resume")
                 if row.name == "stop":

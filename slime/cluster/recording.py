@@ -1,4 +1,4 @@
-"""Passes samples, spans, advantages and answers to requests on to the run's record."""
+"""Passes samples, spans, advantages and replies to requests on to the run's record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.arguments import Args
 from slime.liveness import waits
 from slime.observability.tracer import Span, forget_spans, spans_of_samples, spans_of_waits, write_spans
 from slime.record import RECORD_FILE, RecordError, RecordWriter, group_entries
-from slime.record.actions import ASKED, REFUSED, ActionRow, read_actions, write_answer
+from slime.record.actions import ASKED, REFUSED, ActionRow, read_actions, write_reply
 from slime.record.additions import Advantage, PieceBook, write_advantages, write_histograms
 from slime.record.samples import Entry
 from slime.record.schema import open_for_reading
@@ -29,7 +29,7 @@ class Recording:
         self._reward_key = args.reward_key
         self._eval_reward_key = args.eval_reward_key or args.reward_key
         self._file = run.run_dir / RECORD_FILE
-        self._answered: set[int] = set()  # rows of actions whose answers are written, or soon will be
+        self._replied: set[int] = set()  # rows of actions whose replies are written, or soon will be
         self._pieces: PieceBook | None = None  # None: tokens are recorded without their text
         if args.hf_checkpoint is not None:
             tokenizer = args.hf_checkpoint
@@ -86,10 +86,10 @@ class Recording:
     # -- what the driver tells; a run without a record has none of it
 
     def begin(self, start_rollout_id: int) -> None:
-        """Settle what an earlier start left open: steps that are repeated, and unanswered actions."""
+        """Settle what an earlier start left open: steps that are repeated, and actions without a reply."""
         waits.drain_ended()  # of the start, which is no part of a step
         self._submit("the start", lambda c: forget_spans(c, start_rollout_id))
-        self._refuse_open("the run had ended before it could answer")
+        self._refuse_open("the run had ended before it could reply")
 
     def now(self, doing: str | None, since: float, rollout_id: int) -> None:
         """Record what the driver is doing, for the dashboard of a live run."""
@@ -112,7 +112,7 @@ class Recording:
     def actions(self, state: str | None = None) -> list[ActionRow]:
         """Return requested actions, oldest first; none where the record cannot be read just now.
 
-        One whose answer is on its way to the file is open there still, and would be done a second time.
+        One whose reply is still being written is open in the file, and would be done a second time.
         """
         if self.writer is None:
             return []
@@ -121,15 +121,15 @@ class Recording:
                 rows = read_actions(connection, state)
         except (RecordError, sqlite3.Error):
             return []
-        return [row for row in rows if row.state != ASKED or row.id not in self._answered]
+        return [row for row in rows if row.state != ASKED or row.id not in self._replied]
 
-    def answer(self, row: int, state: str, rollout_id: int, text: str) -> None:
-        self._answered.add(row)
-        self._submit("an answer", lambda c: write_answer(c, row, state, rollout_id, text))
+    def reply(self, row: int, state: str, rollout_id: int, text: str) -> None:
+        self._replied.add(row)
+        self._submit("a reply", lambda c: write_reply(c, row, state, rollout_id, text))
 
     def _refuse_open(self, why: str) -> None:
         for row in self.actions(ASKED):
-            self.answer(row.id, REFUSED, -1, why)
+            self.reply(row.id, REFUSED, -1, why)
 
     def flush(self) -> None:
         """Block until everything that was recorded so far is on disk."""
@@ -137,7 +137,7 @@ class Recording:
             self.writer.flush()
 
     def close(self) -> None:
-        self.flush()  # an answer that is on its way is no open question
+        self.flush()  # a reply that is being written closes its request
         self._refuse_open("the run has ended")
         self.now(None, 0.0, -1)
         if self.writer is not None:

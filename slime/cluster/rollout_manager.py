@@ -22,7 +22,6 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.record import RECORD_FILE, LedgerReader
 from slime.rollout import ledger
-from slime.rollout.answers import share_with_ending
 from slime.rollout.base_types import RolloutFnTrainOutput, eval_output, train_output
 from slime.rollout.collection.versions import push_plan
 from slime.rollout.data_source import CountingJournal, follow
@@ -30,6 +29,7 @@ from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
 from slime.rollout.generation import turn_gate
 from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.ledger import Ledger
+from slime.rollout.response_text import share_with_ending
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.runtime.base import Runtime
 from slime.runtime.placement import Placement

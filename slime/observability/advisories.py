@@ -157,7 +157,7 @@ def _special_ending(history: MetricHistory, facts: Facts) -> tuple[str, str] | N
     share = history.last("rollout/special_ending_ratio")[-1]
     return (
         f"{share:.0%} of the responses end in a special token, and {PATIENCE} rollouts earned nothing",
-        "does the reward compare text? Use slime.rollout.rm_hub.answer_text(args, sample), or set "
+        "does the reward compare text? Use slime.rollout.rm_hub.response_text(args, sample), or set "
         "--rollout-skip-special-tokens",
     )
 

@@ -209,7 +209,7 @@ def _compare(trial: _Trial, tried: list[Sample]) -> Iterator[Finding]:
     if has_end and rest[0] is not None and rest[0] < high:
         text = (
             f"it gives {shown} and {rest[0]:g} for {_short(tried[2].response)}, which is how responses end: "
-            "compare slime.rollout.rm_hub.answer_text(args, sample), or set --rollout-skip-special-tokens"
+            "compare slime.rollout.rm_hub.response_text(args, sample), or set --rollout-skip-special-tokens"
         )
         yield Finding("warning", trial.subject, text)
 

@@ -1,10 +1,12 @@
 """The record of a run: one SQLite file with every prompt, response, reward and decision."""
 
 from slime.record.ledger_rows import LedgerReader
-from slime.record.reader import Answer, Kind, Record, Select, open_record
+from slime.record.reader import Kind, Record, RecordedSample, Select, open_record
 from slime.record.samples import Entry, group_entries
 from slime.record.schema import RECORD_FILE, RecordError
 from slime.record.writer import RecordWriter
+
+Answer = RecordedSample  # its former name, which users import
 
 __all__ = [
     "RECORD_FILE",
@@ -15,6 +17,7 @@ __all__ = [
     "Record",
     "RecordError",
     "RecordWriter",
+    "RecordedSample",
     "Select",
     "group_entries",
     "open_record",

@@ -15,7 +15,7 @@ _COLUMNS = "id, time, name, value, who, state, answered, rollout_id, answer"
 
 @dataclass(frozen=True, slots=True)
 class ActionRow:
-    """One request. `answered`, `rollout_id` and `answer` are None until the run responds.
+    """One request. `reply_time`, `rollout_id` and `reply` are None until the run responds.
 
     Example: ActionRow(3, 1754820000.1, "lr", 5e-7, "page", "done", 1754820003.0, 12, "1e-06 -> 5e-07").
     """
@@ -26,9 +26,9 @@ class ActionRow:
     value: float | None
     who: str
     state: str
-    answered: float | None
+    reply_time: float | None
     rollout_id: int | None
-    answer: str | None
+    reply: str | None
 
 
 def ask(run_dir: str | Path, name: str, value: float | None, who: str) -> int:
@@ -58,8 +58,8 @@ def read_actions(connection: sqlite3.Connection, state: str | None = None) -> li
     return [ActionRow(*row) for row in rows]
 
 
-def write_answer(connection: sqlite3.Connection, row: int, state: str, rollout_id: int, answer: str) -> None:
+def write_reply(connection: sqlite3.Connection, row: int, state: str, rollout_id: int, reply: str) -> None:
     connection.execute(
         "UPDATE actions SET state = ?, answered = ?, rollout_id = ?, answer = ? WHERE id = ?",
-        (state, time.time(), rollout_id, answer, row),
+        (state, time.time(), rollout_id, reply, row),
     )

@@ -218,15 +218,15 @@ def _compare_with_samples(
     pruned = {row.rollout_id for row in rows if row.pruned}
     for step in found.steps:
         select = Select(kind="train", rollout_id=step, outcome="trained", limit=_MOST)
-        answers = record.answers(select)
+        samples = record.samples(select)
         if step not in kept:
-            if answers and all(answer.group_index is None for answer in answers):
+            if samples and all(sample.group_index is None for sample in samples):
                 found.unnumbered.append(step)  # from a user's data source, which does not number groups
                 continue
             found.violations.append(f"step {step} was trained, and no group was kept for it")
         if step in pruned or step in absent:
             continue
-        there = {a.sample_index for a in answers if a.sample_index is not None}
+        there = {a.sample_index for a in samples if a.sample_index is not None}
         expected = {sample for row in kept.get(step, []) for sample in json.loads(row.value or "[]")}
         if there != expected:
             odd = sorted(there ^ expected)[:5]
@@ -240,7 +240,7 @@ def _find_unknown_samples(record: Record, kept: set[int], found: Audit) -> None:
     for row in record.rollouts():
         if row.kind == "train" and not row.pruned and row.rollout_id not in kept:
             select = Select(kind="train", rollout_id=row.rollout_id, outcome="trained", limit=_MOST)
-            numbers = [answer.group_index for answer in record.answers(select)]
+            numbers = [sample.group_index for sample in record.samples(select)]
             if any(number is not None and number >= 0 for number in numbers):
                 found.violations.append(
                     f"the samples of rollout {row.rollout_id} are in the record, but the ledger has no "
@@ -252,11 +252,11 @@ def digest(record: Record, steps: list[int], rows: list[LedgerRow]) -> str:
     """Return a digest that two runs share exactly if they trained on the same tokens in the same steps."""
     made = hashlib.blake2b(digest_size=16)
     for step in steps:
-        for answer in record.answers(Select(kind="train", rollout_id=step, limit=_MOST)):
-            tokens = record.tokens(answer.row)
+        for sample in record.samples(Select(kind="train", rollout_id=step, limit=_MOST)):
+            tokens = record.tokens(sample.row)
             versions = [(version_number(v), start, end) for v, start, end in tokens.versions]
-            about = (step, answer.group_index, answer.sample_index, answer.outcome, answer.reason)
-            numbers = (tokens.ids, tokens.log_probs, tokens.loss_mask, versions, answer.reward)
+            about = (step, sample.group_index, sample.sample_index, sample.outcome, sample.reason)
+            numbers = (tokens.ids, tokens.log_probs, tokens.loss_mask, versions, sample.reward)
             made.update(repr((about, numbers)).encode())
     evaluated = sorted({row.rollout for row in rows if row.event == "evaluated"})
     made.update(repr(evaluated).encode())

@@ -22,11 +22,11 @@ _JOINED = "samples s JOIN groups g ON g.id = s.group_row JOIN rollouts r ON r.id
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecordedSample:
     """One sample as it is shown to people.
 
-    Example: Answer("train", 12, None, 3, "2+2=", "4", "trained", None, 25, "completed", 1.0, {}, None,
-    "4<|im_end|>", 2, 77).
+    Example: RecordedSample("train", 12, None, 3, "2+2=", "4", "trained", None, 25, "completed", 1.0, {},
+    None, "4<|im_end|>", 2, 77).
     """
 
     kind: str
@@ -77,10 +77,10 @@ class RolloutRow:
 class Record(Reader):
     """A reader of the samples of one record."""
 
-    def _ask_answers(self, query: str, values: Sequence[object]) -> list[Answer]:
+    def _read_samples(self, query: str, values: Sequence[object]) -> list[RecordedSample]:
         rows = self._ask(query, values)
         with self._reading():
-            return [_answer(row) for row in rows]
+            return [_recorded_sample(row) for row in rows]
 
     def rollouts(self, since: float = 0.0) -> list[RolloutRow]:
         """Return every rollout and evaluation that ended after a time, oldest first."""
@@ -119,7 +119,7 @@ class Record(Reader):
         )
         return [name for (name,) in rows]
 
-    def answers(self, select: Select) -> list[Answer]:
+    def samples(self, select: Select) -> list[RecordedSample]:
         """Return at most `select.limit` samples. An order by reward leaves out samples without a reward."""
         step = select.rollout_id
         equal = {
@@ -136,7 +136,9 @@ class Record(Reader):
             "best": "s.reward DESC, s.id",
         }[select.order]
         query = f"SELECT {_COLUMNS} FROM {_JOINED} WHERE {where} ORDER BY {order} LIMIT ?"
-        return self._ask_answers(query, (*values, select.limit))
+        return self._read_samples(query, (*values, select.limit))
+
+    answers = samples  # its former name, which scripts of users call
 
     def tokens(self, row: int) -> Tokens:
         """Return the tokens of the sample with this `row`."""
@@ -160,13 +162,13 @@ class Record(Reader):
         )
         return [prompt for (prompt,) in rows]
 
-    def answers_to(self, kind: str, rollout_id: int, prompt: str) -> list[Answer]:
+    def samples_of_prompt(self, kind: str, rollout_id: int, prompt: str) -> list[RecordedSample]:
         """Return all samples of a prompt in one rollout or evaluation."""
         query = (
             f"SELECT {_COLUMNS} FROM {_JOINED} WHERE r.kind = ? AND r.rollout_id = ? AND g.prompt_hash = ? "
             "ORDER BY s.sample_index"
         )
-        return self._ask_answers(query, (kind, rollout_id, prompt_hash(prompt)))
+        return self._read_samples(query, (kind, rollout_id, prompt_hash(prompt)))
 
 
 def open_record(run_dir: str | Path) -> Record:
@@ -192,8 +194,8 @@ def conditions(
     return words, values
 
 
-def _answer(row: sqlite3.Row | tuple[Any, ...]) -> Answer:
+def _recorded_sample(row: sqlite3.Row | tuple[Any, ...]) -> RecordedSample:
     values = list(row)
     values[10], values[14] = None if values[10] is None else float(values[10]), int(values[14])
     values[11] = json.loads(values[11]) if values[11] else {}
-    return Answer(*values)
+    return RecordedSample(*values)

@@ -30,7 +30,7 @@ from slime.rollout.collection.versions import name_versions
 from slime.rollout.generation.generate_request import (
     PromptError,
     build_request,
-    check_answer,
+    check_response,
     prepare_prompt,
     token_budget,
 )
@@ -89,7 +89,7 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
                 answer = await state.client.generate(request)
                 note_tokens(len(answer.ids))
             span.update({"tokens": len(answer.ids), **state.engine_of(answer)})
-        check_answer(args, request, answer)
+        check_response(args, request, answer)
         sample.append_response_tokens(
             args,
             tokens=answer.ids,

@@ -77,8 +77,8 @@ class LengthModel:
 def lengths_of_run(folder: Path) -> list[float]:
     """Return the lengths of all responses in the record of a run."""
     with Record(folder / RECORD_FILE) as record:
-        answers = record.answers(Select(kind="train", limit=1_000_000))
-    found = [float(answer.num_tokens) for answer in answers]
+        samples = record.samples(Select(kind="train", limit=1_000_000))
+    found = [float(sample.num_tokens) for sample in samples]
     if not found:
         raise ValueError(f"{folder} has no recorded responses: it was run with --record-max-mib 0.")
     return found

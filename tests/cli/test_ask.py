@@ -10,7 +10,7 @@ from patience import PATIENCE_S, eventually
 from slime.catalog.actions import ACTIONS
 from slime.cli.main import main, render_help
 from slime.record import RECORD_FILE, RecordWriter
-from slime.record.actions import ASKED, DONE, REFUSED, ask, read_actions, write_answer
+from slime.record.actions import ASKED, DONE, REFUSED, ask, read_actions, write_reply
 from slime.record.schema import open_for_asking
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.run_file import close_run_file, open_run_file
@@ -45,7 +45,7 @@ def answering(folder, state, text):
     def answer():
         eventually(lambda: rows(folder))
         with contextlib.closing(open_for_asking(folder / RECORD_FILE)) as connection, connection:
-            write_answer(connection, rows(folder)[-1].id, state, 4, text)
+            write_reply(connection, rows(folder)[-1].id, state, 4, text)
 
     thread = threading.Thread(target=answer)
     thread.start()

@@ -44,9 +44,9 @@ def test_a_run_takes_a_rate_a_clip_a_temperature_a_pause_and_a_stop(world):
         ask(folder, "clip", 0.3, "test")
         ask(folder, "temperature", 0.7, "test")
         ask(folder, "evaluate", None, "test")
-        assert "nothing to evaluate" in wait_for(answered(folder, "evaluate"), process)["answer"]
+        assert "nothing to evaluate" in wait_for(answered(folder, "evaluate"), process)["reply"]
         changed = wait_for(answered(folder, "temperature"), process)
-        assert changed["state"] == "done" and rows_of(folder)["lr"]["answer"].startswith("--lr was 0.001")
+        assert changed["state"] == "done" and rows_of(folder)["lr"]["reply"].startswith("--lr was 0.001")
         before = max(series(world, "run", "perf/step_time"))
         ask(folder, "resume", None, "test")
         wait_for(lambda: max(series(world, "run", "train/loss")) > before + 1, process)
@@ -83,7 +83,7 @@ def _check_what_is_recorded(folder):
         assert found and None not in found
         assert abs(sum(advantage.value for advantage in found) / len(found)) < 0.1
     with open_record(folder) as record:
-        [answer] = record.answers(Select(limit=1))
+        [answer] = record.samples(Select(limit=1))
     with run.record() as connection:
         found = sample_pages.one(connection, answer.row)
     text = "".join(found["texts"][token] for token in found["tokens"])
@@ -169,4 +169,4 @@ def test_a_resumed_run_keeps_what_was_changed_and_refuses_what_nobody_answered(w
         process.wait()
     rates = series(world, "run", "train/lr-pg_0")
     assert max(rates) > last and rates[max(rates)] == pytest.approx(5e-4)
-    assert eventually(answered(folder, "pause"))["answer"] == "the run had ended before it could answer"
+    assert eventually(answered(folder, "pause"))["reply"] == "the run had ended before it could reply"

@@ -226,7 +226,7 @@ def test_a_damaged_record_is_read_or_told(tmp_path):
             reader.finished_entries("s")
         with Record(run / "record.db") as record:
             record.rollouts()
-            for answer in record.answers(Select(limit=20)):
+            for answer in record.samples(Select(limit=20)):
                 record.tokens(answer.row)
         audit(run / "record.db", finished=True)
 

@@ -46,9 +46,9 @@ def test_nothing_of_the_history_changes(old):
 
 def test_the_numbers_of_all_samples_are_those_that_were_written(old):
     with open_record(old) as record:
-        found = [record.tokens(answer.row) for answer in record.answers(Select(kind="train"))]
-        large = [record.tokens(answer.row) for answer in record.answers(Select(kind="eval"))]
-        advantages = [record.advantage(answer.row) for answer in record.answers(Select(kind="train"))]
+        found = [record.tokens(answer.row) for answer in record.samples(Select(kind="train"))]
+        large = [record.tokens(answer.row) for answer in record.samples(Select(kind="eval"))]
+        advantages = [record.advantage(answer.row) for answer in record.samples(Select(kind="train"))]
     assert [t.ids for t in found] == [[5, 6, 7], [5, 6, 7], [70_000, 6, 7], [5, 6, 7]]
     assert [t.loss_mask for t in found] == [[1, 1], [0, 1], None, None]
     assert found[1].versions == [("run:1", 0, 1), ("run:2", 1, 2)] and found[0].versions == [("run:1", 0, 2)]
@@ -128,7 +128,7 @@ def test_numbers_that_are_damaged_are_one_clear_error(old):
         connection.execute("UPDATE numbers_of_answers SET payload = x'0102'")
         connection.execute("UPDATE samples SET tokens = x'07' WHERE tokens IS NOT NULL")
     with open_record(old) as record:
-        for answer in record.answers(Select()):
+        for answer in record.samples(Select()):
             with pytest.raises(RecordError, match=r"record\.db cannot be read: .* put a copy of it back"):
                 record.tokens(answer.row)
 
@@ -154,7 +154,7 @@ def test_the_first_schema_is_converted(tmp_path):
         ask(tmp_path, "pause", None, "command line")
     RecordWriter(tmp_path / "record.db", "run", 64 * MIB).close()
     with open_record(tmp_path) as record:
-        tokens = record.tokens(record.answers(Select())[0].row)
+        tokens = record.tokens(record.samples(Select())[0].row)
     assert (tokens.ids, tokens.loss_mask, tokens.versions) == ([5, 6, 7], [1, 1], [("run:1", 0, 2)])
     assert ask(tmp_path, "pause", None, "command line") == 1
 

@@ -29,7 +29,7 @@ def made_run(folder):
 def ask_all(path):
     audit(path, finished=True)
     with Record(path) as record:
-        for answer in record.answers(Select(limit=100)):
+        for answer in record.samples(Select(limit=100)):
             record.tokens(answer.row)
     with LedgerReader(path) as reader:
         reader.finished_entries("s")

@@ -44,7 +44,7 @@ def written(path, *groups, rollout_id=0):
 
 def read(path):
     with open_record(path) as record:
-        return [record.tokens(answer.row) for answer in record.answers(Select())]
+        return [record.tokens(answer.row) for answer in record.samples(Select())]
 
 
 @pytest.mark.parametrize("length", [3, 5000])
@@ -87,7 +87,7 @@ def test_a_record_with_a_damaged_piece_says_so(tmp_path):
     written(tmp_path, [make_sample(0, [5, 6, 7])])
     asked(tmp_path, "UPDATE samples SET numbers = x'0102'")
     with open_record(tmp_path) as record, pytest.raises(RecordError, match="cannot be read"):
-        record.tokens(record.answers(Select())[0].row)
+        record.tokens(record.samples(Select())[0].row)
 
 
 def test_arrays_and_tensors_of_a_plug_in_are_read_as_lists(tmp_path):

@@ -51,7 +51,7 @@ def test_samples_come_back_with_their_tokens_outcome_and_reward(writer):
         [row] = record.rollouts()
         assert (row.kind, row.rollout_id, row.num_groups, row.num_samples) == ("train", 3, 2, 3)
         assert row.mean_reward == pytest.approx(2 / 3) and not row.pruned
-        answers = record.answers(Select())
+        answers = record.samples(Select())
         assert [(a.outcome, a.reason, a.response, a.reward) for a in answers] == [
             ("trained", None, "4", 1.0),
             ("trained", None, "5", 0.0),
@@ -69,16 +69,16 @@ def test_answers_are_found_by_reward_text_and_outcome(writer):
     failed = make_sample(99, reward=None, reward_failure=RewardFailure("infra", "judge down"))
     writer.add("train", 1, group_entries([[failed]], "failed", "judge down"))
     with record_of(writer) as record:
-        assert [a.response for a in record.answers(Select(order="worst", limit=2))] == [
+        assert [a.response for a in record.samples(Select(order="worst", limit=2))] == [
             "Answer 0",
             "Answer 1",
         ]
-        assert [a.reward for a in record.answers(Select(order="best", limit=1))] == [0.9]
-        assert [a.prompt for a in record.answers(Select(contains="ANSWER 7"))] == ["p7"]
-        assert record.answers(Select(contains="100% sure_")) == []
-        [answer] = record.answers(Select(outcome="failed"))
+        assert [a.reward for a in record.samples(Select(order="best", limit=1))] == [0.9]
+        assert [a.prompt for a in record.samples(Select(contains="ANSWER 7"))] == ["p7"]
+        assert record.samples(Select(contains="100% sure_")) == []
+        [answer] = record.samples(Select(outcome="failed"))
         assert answer.failure == "infra: judge down" and answer.reward is None
-        assert len(record.answers(Select(rollout_id=0, limit=100))) == 10
+        assert len(record.samples(Select(rollout_id=0, limit=100))) == 10
 
 
 def test_the_same_prompt_early_and_late(writer):
@@ -94,21 +94,21 @@ def test_the_same_prompt_early_and_late(writer):
     with record_of(writer) as record:
         assert record.prompts_of_both("eval", 1, 9, 10) == ["2+2="]
         assert record.prompts_of_both("train", 1, 9, 10) == []
-        assert [a.response for a in record.answers_to("eval", 9, "2+2=")] == ["four"]
+        assert [a.response for a in record.samples_of_prompt("eval", 9, "2+2=")] == ["four"]
 
 
 def test_a_rollout_that_is_made_again_takes_the_place_of_the_first(writer):
     writer.add("train", 4, group_entries([[make_sample(0, response="lost")]], "trained"))
     writer.add("train", 4, group_entries([[make_sample(0, response="redone")]], "trained"))
     with record_of(writer) as record:
-        assert [a.response for a in record.answers(Select())] == ["redone"]
+        assert [a.response for a in record.samples(Select())] == ["redone"]
 
 
 def test_rewards_with_parts_keep_them(writer):
     sample = make_sample(0, reward={"score": 0.5, "format": 1, "note": "ok"})
     writer.add("train", 0, group_entries([[sample]], "trained"), reward_key="score")
     with record_of(writer) as record:
-        [answer] = record.answers(Select())
+        [answer] = record.samples(Select())
     assert answer.reward == 0.5 and answer.reward_parts == {"score": 0.5, "format": 1, "note": "ok"}
 
 
@@ -132,7 +132,7 @@ def test_any_text_can_be_recorded(writer, text):
     sample.metadata = {"object": object()}
     writer.add("train", 0, group_entries([[sample]], "trained", reason=text))
     with record_of(writer) as record:
-        [answer] = record.answers(Select())
+        [answer] = record.samples(Select())
     assert answer.response == text.replace("\ud800", "?")
 
 
@@ -143,14 +143,14 @@ def test_of_a_sample_that_a_filter_took_out_nothing_is_trained(writer, num_token
         sample.tokens, sample.response_length = [5] * (num_tokens + 1), num_tokens
     writer.add("train", 0, group_entries([group], "trained"))
     with record_of(writer) as record:
-        masks = [record.tokens(answer.row).loss_mask for answer in record.answers(Select())]
+        masks = [record.tokens(answer.row).loss_mask for answer in record.samples(Select())]
     assert masks == [None, [0] * num_tokens]
 
 
 def test_a_sample_without_tokens_or_rewards_is_recorded(writer):
     writer.add("train", 0, group_entries([Sample(), [Sample()]], "failed", "never generated"))
     with record_of(writer) as record:
-        answers = record.answers(Select())
+        answers = record.samples(Select())
         assert [(a.reward, a.response, a.num_tokens) for a in answers] == [(None, "", 0)] * 2
         assert record.tokens(answers[0].row).ids == []
 
@@ -163,7 +163,7 @@ def test_the_file_stays_within_its_limit_and_the_newest_rollout_stays(tmp_path):
     with record_of(writer) as record:
         rows = record.rollouts()
         assert len(rows) == 20 and not rows[-1].pruned and rows[0].pruned
-        assert len(record.answers(Select(rollout_id=19))) == 1 and record.answers(Select(rollout_id=0)) == []
+        assert len(record.samples(Select(rollout_id=19))) == 1 and record.samples(Select(rollout_id=0)) == []
     assert (tmp_path / "record.db").stat().st_size < 3 * MIB
 
 
@@ -295,7 +295,7 @@ def test_one_file_holds_everything_after_the_end_also_if_somebody_reads(writer, 
         (tmp_path / "copy").mkdir()
         (tmp_path / "copy" / "record.db").write_bytes((tmp_path / "record.db").read_bytes())
     with open_record(tmp_path / "copy") as copy:
-        assert len(copy.answers(Select())) == 1
+        assert len(copy.samples(Select())) == 1
 
 
 def test_a_damaged_file_is_one_clear_error(writer, tmp_path):
@@ -305,7 +305,7 @@ def test_a_damaged_file_is_one_clear_error(writer, tmp_path):
     data = (tmp_path / "record.db").read_bytes()
     (tmp_path / "record.db").write_bytes(data[:8192] + b"\xff" * (len(data) - 8192))
     with pytest.raises(RecordError, match="cannot be read"), open_record(tmp_path) as record:
-        record.answers(Select())
+        record.samples(Select())
 
 
 def test_why_there_is_no_record_is_told(tmp_path):

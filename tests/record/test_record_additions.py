@@ -11,7 +11,7 @@ from PIL import Image
 from slime.liveness import waits
 from slime.observability.tracer import Span, spans_of_samples, spans_of_waits, write_spans
 from slime.record import RecordWriter, group_entries
-from slime.record.actions import ask, read_actions, write_answer
+from slime.record.actions import ask, read_actions, write_reply
 from slime.record.additions import (
     Advantage,
     PieceBook,
@@ -57,7 +57,7 @@ def rows(path, query):
 def test_an_action_is_asked_for_and_answered_in_its_row(tmp_path):
     write(tmp_path)
     row = ask(tmp_path, "lr", 1e-4, "page")
-    write(tmp_path, (), lambda c: write_answer(c, row, "done", 7, "1e-06 -> 0.0001"))
+    write(tmp_path, (), lambda c: write_reply(c, row, "done", 7, "1e-06 -> 0.0001"))
     with sqlite3.connect(tmp_path / "record.db") as connection:
         [found] = read_actions(connection)
     assert (found.name, found.value, found.state, found.rollout_id) == ("lr", 1e-4, "done", 7)

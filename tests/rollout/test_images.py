@@ -10,7 +10,12 @@ from tiny_vision import FAMILIES, make_picture, make_vision_folder
 
 from slime.data.dataset import Dataset, prompt_lengths
 from slime.rollout.dumps import load_rollout_dump, save_rollout_dump
-from slime.rollout.generation.generate_request import PromptError, build_request, check_answer, prepare_prompt
+from slime.rollout.generation.generate_request import (
+    PromptError,
+    build_request,
+    check_response,
+    prepare_prompt,
+)
 from slime.rollout.generation.sample_images import append_messages, append_with_images
 from slime.rollout.prompt_groups import copy_sample, group_from_plain, group_to_plain, without_response
 from slime.utils import codec
@@ -83,11 +88,11 @@ def test_one_token_per_picture_goes_to_the_engine(model, tmp_path):
     assert [picture_key(open_url(url)) for url in body["image_data"]] == [
         picture_key(p) for p in sample.multimodal_inputs["images"]
     ]
-    check_answer(args, request, answer([70], len(sample.tokens)))
+    check_response(args, request, answer([70], len(sample.tokens)))
     with pytest.raises(EngineResponseError, match="their processors differ"):
-        check_answer(args, request, answer([70], len(sample.tokens) + 1))
+        check_response(args, request, answer([70], len(sample.tokens) + 1))
     with pytest.raises(EngineResponseError, match="holds the image token"):
-        check_answer(args, request, answer([processor.image_token_id], len(sample.tokens)))
+        check_response(args, request, answer([processor.image_token_id], len(sample.tokens)))
 
 
 def open_url(url):

@@ -7,13 +7,13 @@ import pytest
 from argument_helpers import declared
 from tiny_model import make_tiny_tokenizer
 
-from slime.rollout.answers import (
+from slime.rollout.response_text import (
     ending_of,
     share_with_ending,
     special_tokens_of,
     without_special_tokens,
 )
-from slime.rollout.rm_hub import answer_text, async_rm, batched_async_rm, score_samples
+from slime.rollout.rm_hub import async_rm, batched_async_rm, response_text, score_samples
 from slime.rollout.rm_hub.scoring import reset_breaker
 from slime.rollout.rm_hub.workers.check_pool import close_pools
 from slime.utils.types import Sample
@@ -140,14 +140,14 @@ def test_the_run_s_own_special_tokens_go_wherever_they_stand(tmp_path):
     assert "</think>" not in tokens and "!" not in tokens  # rewards read the one, people write the other
     args = declared(hf_checkpoint=str(tmp_path), rm_type="dapo")
     sample = Sample(index=0, response="«turn»hm</think> so!\nAnswer: 4«turn»2«turn»", label="42")
-    assert answer_text(args, sample) == "hm</think> so!\nAnswer: 42"
+    assert response_text(args, sample) == "hm</think> so!\nAnswer: 42"
     assert asyncio.run(async_rm(args, sample))["acc"]
 
 
 def test_a_model_folder_without_a_tokenizer_still_has_answers_with_ends(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     sample = Sample(index=0, response="42<|im_end|>")
-    assert answer_text(declared(hf_checkpoint=str(tmp_path)), sample) == "42"
+    assert response_text(declared(hf_checkpoint=str(tmp_path)), sample) == "42"
 
 
 def test_answers_that_end_in_a_token_are_counted():

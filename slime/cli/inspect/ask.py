@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     number = _ask(folder, words)
     print("requested: it takes effect after the current step", flush=True)
-    return 0 if options.no_wait else _wait_for_answer(folder, number)
+    return 0 if options.no_wait else _wait_for_reply(folder, number)
 
 
 def _ask(folder: Path, words: list[str]) -> int:
@@ -56,14 +56,14 @@ def _ask(folder: Path, words: list[str]) -> int:
     return ask(folder, name, value, "slime ask")
 
 
-def _wait_for_answer(folder: Path, number: int) -> int:
+def _wait_for_reply(folder: Path, number: int) -> int:
     """Print the reply of the run, or that it ended without one."""
     run = RunFolder(folder, "run")
     while True:
         is_over = run.state != RUNNING  # read before the row: a run replies, then ends
         row = next(row for row in _rows(folder) if row.id == number)
         if row.state != ASKED:
-            print(printable(f"{row.state}: {row.answer}"))
+            print(printable(f"{row.state}: {row.reply}"))
             return 0 if row.state == DONE else _NOT_DONE
         if is_over:
             print(f"error: the run ended before it replied ({printable(run.state)})", file=sys.stderr)
@@ -84,7 +84,7 @@ def _listed(folder: Path) -> list[str]:
         for row in _rows(folder)[-10:]:
             when = time.strftime("%H:%M:%S", time.localtime(row.time))
             value = "" if row.value is None else f" {row.value:g}"
-            lines.append(printable(f"{when} {row.name}{value}, {row.who}: {row.answer or 'no reply yet'}"))
+            lines.append(printable(f"{when} {row.name}{value}, {row.who}: {row.reply or 'no reply yet'}"))
     return lines
 
 

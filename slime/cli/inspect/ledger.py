@@ -94,25 +94,25 @@ def _saved(run: RunRecord | None) -> list[int]:
 def _show(options: argparse.Namespace) -> int:
     with open_record(options.run) as record:
         select = Select(kind="train", rollout_id=options.step, limit=1_000_000_000)
-        answers = record.answers(select)
-        if not answers:
+        samples = record.samples(select)
+        if not samples:
             raise RecordError(f"{options.run}: the record has no samples of step {options.step}.")
-        chosen = [a for a in answers if options.sample is None or a.sample_index == options.sample]
+        chosen = [a for a in samples if options.sample is None or a.sample_index == options.sample]
         if not chosen:
-            numbers = sorted({a.sample_index for a in answers if a.sample_index is not None})
+            numbers = sorted({a.sample_index for a in samples if a.sample_index is not None})
             raise RecordError(
                 f"step {options.step} has no sample {options.sample}; it has {numbers[0]} to {numbers[-1]}."
             )
-        for answer in chosen:
-            tokens = record.tokens(answer.row)
-            fate = f"{answer.outcome}: {answer.reason}" if answer.reason else answer.outcome
-            place = f"step {answer.rollout_id}  group {answer.group_index}  sample {answer.sample_index}"
+        for sample in chosen:
+            tokens = record.tokens(sample.row)
+            fate = f"{sample.outcome}: {sample.reason}" if sample.reason else sample.outcome
+            place = f"step {sample.rollout_id}  group {sample.group_index}  sample {sample.sample_index}"
             print(f"{place}  {fate}")
-            print(f"  {answer.status}, reward {answer.reward}, {answer.num_tokens} tokens")
-            print(f"  prompt    {printable(answer.prompt)!r}")
-            print(f"  response  {printable(answer.response)!r}")
-            if answer.label is not None:
-                print(f"  label     {printable(answer.label)!r}")
+            print(f"  {sample.status}, reward {sample.reward}, {sample.num_tokens} tokens")
+            print(f"  prompt    {printable(sample.prompt)!r}")
+            print(f"  response  {printable(sample.response)!r}")
+            if sample.label is not None:
+                print(f"  label     {printable(sample.label)!r}")
             print(f"  tokens    {tokens.ids}")
             log_probs = tokens.log_probs and [round(value, 4) for value in tokens.log_probs]
             print(f"  log-probs {log_probs}")

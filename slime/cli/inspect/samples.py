@@ -11,7 +11,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from slime.cli.inspect import command, need_run, run_parser
-from slime.record import Answer, Record, RecordError, Select, open_record
+from slime.record import Record, RecordedSample, RecordError, Select, open_record
 from slime.utils.printable import cut_lines, printable
 
 _DIFF_PROMPTS = 5
@@ -22,49 +22,49 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         with open_record(options.run) as record:
-            answers = _differences(record, options) if options.diff else record.answers(_select(options))
-            where = "" if answers else _why_none(record, options)
+            samples = _differences(record, options) if options.diff else record.samples(_select(options))
+            where = "" if samples else _why_none(record, options)
     except RecordError:
         need_run(options.run)
         raise
     if options.json:
-        for answer in answers:
-            print(json.dumps(dataclasses.asdict(answer), ensure_ascii=False))
-        return 0 if answers else 1
+        for sample in samples:
+            print(json.dumps(dataclasses.asdict(sample), ensure_ascii=False))
+        return 0 if samples else 1
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    for answer in answers:
-        console.print(show_answer(answer, console.width, whole=options.full or not console.is_terminal))
+    for sample in samples:
+        console.print(render_sample(sample, console.width, whole=options.full or not console.is_terminal))
     if where:
         print(where, file=sys.stderr)
-    return 0 if answers else 1
+    return 0 if samples else 1
 
 
-def show_answer(
-    answer: Answer, width: int, *, whole: bool, num_lines: tuple[int, int] = (6, 14)
+def render_sample(
+    sample: RecordedSample, width: int, *, whole: bool, num_lines: tuple[int, int] = (6, 14)
 ) -> RenderableType:
     """Render a response with prompt, label, reward and outcome; texts have `num_lines` unless `whole`."""
 
     def shown(text: str, lines: int) -> str:
         return printable(text) if whole else cut_lines(printable(text), lines, max(width - 2, 20))
 
-    label = [] if answer.label is None else [Text.assemble(("label ", "dim"), shown(answer.label, 3))]
+    label = [] if sample.label is None else [Text.assemble(("label ", "dim"), shown(sample.label, 3))]
     return Group(
-        Rule(Text(_title(answer), style="bold"), align="left", style="dim"),
-        Text(shown(answer.prompt, num_lines[0]), style="dim"),
-        Text(shown(answer.response, num_lines[1]), style="green" if (answer.reward or 0) > 0 else "red"),
+        Rule(Text(_title(sample), style="bold"), align="left", style="dim"),
+        Text(shown(sample.prompt, num_lines[0]), style="dim"),
+        Text(shown(sample.response, num_lines[1]), style="green" if (sample.reward or 0) > 0 else "red"),
         *label,
     )
 
 
-def _title(answer: Answer) -> str:
-    what = f"evaluation {answer.rollout_id}" if answer.kind == "eval" else f"step {answer.rollout_id}"
-    parts = [what + (f" {answer.dataset}" if answer.dataset else ""), f"sample {answer.sample_index}"]
-    parts.append("no reward" if answer.reward is None else f"reward {answer.reward:g}")
-    parts.append(f"{answer.num_tokens} tokens, {answer.status}")
-    if answer.outcome not in ("trained", "evaluated"):
-        parts.append(f"{answer.outcome}: {answer.reason}" if answer.reason else answer.outcome)
-    if answer.failure:
-        parts.append(answer.failure)
+def _title(sample: RecordedSample) -> str:
+    what = f"evaluation {sample.rollout_id}" if sample.kind == "eval" else f"step {sample.rollout_id}"
+    parts = [what + (f" {sample.dataset}" if sample.dataset else ""), f"sample {sample.sample_index}"]
+    parts.append("no reward" if sample.reward is None else f"reward {sample.reward:g}")
+    parts.append(f"{sample.num_tokens} tokens, {sample.status}")
+    if sample.outcome not in ("trained", "evaluated"):
+        parts.append(f"{sample.outcome}: {sample.reason}" if sample.reason else sample.outcome)
+    if sample.failure:
+        parts.append(sample.failure)
     return printable(" · ".join(parts)).replace("\n", " ")
 
 
@@ -81,16 +81,16 @@ def _select(options: argparse.Namespace) -> Select:
     )
 
 
-def _differences(record: Record, options: argparse.Namespace) -> list[Answer]:
+def _differences(record: Record, options: argparse.Namespace) -> list[RecordedSample]:
     """Return responses to the same prompts in two steps; of evaluations if training repeats no prompt."""
     early, late = options.diff
     for kind in ("eval",) if options.eval is not None else ("train", "eval"):
         if prompts := record.prompts_of_both(kind, early, late, _DIFF_PROMPTS):
             return [
-                answer
+                sample
                 for prompt in prompts
                 for step in (early, late)
-                for answer in record.answers_to(kind, step, prompt)[:1]
+                for sample in record.samples_of_prompt(kind, step, prompt)[:1]
             ]
     return []
 

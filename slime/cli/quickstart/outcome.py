@@ -67,7 +67,7 @@ def read_examples(run_dir: Path, questions: list[Problem]) -> list[Example]:
             if len(steps) < 2:
                 return []
             selects = [Select("eval", s, GREEDY, limit=1_000_000) for s in (min(steps), max(steps))]
-            first, last = ({a.prompt: a.response for a in record.answers(select)} for select in selects)
+            first, last = ({a.prompt: a.response for a in record.samples(select)} for select in selects)
     except RecordError:  # switched off
         return []
     pairs = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.record import Answer, Kind, Record, Select
+from slime.record import Kind, Record, RecordedSample, Select
 from slime.utils.printable import printable
 
 COLUMNS = ("step", "prompt", "response", "label", "reward", "outcome", "status", "tokens")
@@ -64,20 +64,20 @@ def sample_tables(record: Record, kind: Kind, rollout_id: int, max_rows: int) ->
     for dataset in record.datasets(kind, rollout_id):
         select = Select(kind=kind, rollout_id=rollout_id, dataset=dataset, limit=max_rows)
         name = f"samples/{kind}" + (f"/{printable(dataset)}" if dataset else "")
-        yield SampleTable(name, step_key, rollout_id, tuple(map(_row, record.answers(select))))
+        yield SampleTable(name, step_key, rollout_id, tuple(map(_row, record.samples(select))))
 
 
-def _row(answer: Answer) -> tuple[str | int | float | None, ...]:
-    outcome = f"{answer.outcome}: {answer.reason}" if answer.reason else answer.outcome
+def _row(sample: RecordedSample) -> tuple[str | int | float | None, ...]:
+    outcome = f"{sample.outcome}: {sample.reason}" if sample.reason else sample.outcome
     return (
-        answer.rollout_id,
-        _cell(answer.prompt),
-        _cell(answer.response),
-        None if answer.label is None else _cell(answer.label),
-        answer.reward,
+        sample.rollout_id,
+        _cell(sample.prompt),
+        _cell(sample.response),
+        None if sample.label is None else _cell(sample.label),
+        sample.reward,
         _cell(outcome),
-        answer.status,
-        answer.num_tokens,
+        sample.status,
+        sample.num_tokens,
     )
 
 

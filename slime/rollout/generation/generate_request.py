@@ -105,7 +105,7 @@ def token_budget(
     return max(0, min(budgets)) if budgets else None
 
 
-def check_answer(args: PluginArgs, request: GenerateRequest, answer: Generation) -> None:
+def check_response(args: PluginArgs, request: GenerateRequest, answer: Generation) -> None:
     """Raise EngineResponseError for an invalid response, so that it never becomes training data."""
     wrong = _wrong_with(args, request.sampling.max_new_tokens, answer) or wrong_images(request, answer)
     if not wrong and request.sampling.return_top_p_token_ids:

@@ -12,7 +12,8 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "answer_text": ".answers",
+    "answer_text": ".response_text",  # the former name of `response_text`
+    "response_text": ".response_text",
     "async_rm": "hub",
     "batched_async_rm": "hub",
     "get_deepscaler_rule_based_reward": "deepscaler",

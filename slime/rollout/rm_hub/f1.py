@@ -6,7 +6,7 @@ import re
 import string
 from collections import Counter
 
-from slime.rollout.answers import without_special_tokens
+from slime.rollout.response_text import without_special_tokens
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

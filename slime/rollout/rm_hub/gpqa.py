@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slime.rollout.answers import without_special_tokens
+from slime.rollout.response_text import without_special_tokens
 
 _DEFAULT_LETTERS = "ABCDEFGH"
 _TAIL_CHARS = 20_000  # what was settled on stands at the end

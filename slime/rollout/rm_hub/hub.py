@@ -17,8 +17,8 @@ from slime.catalog.deadlines import timeout_s
 from slime.catalog.rewards import BOXED, REWARDS, Reward
 from slime.liveness import waits
 from slime.observability.rollout_metrics import NOT_COMPARED_KEY
-from slime.rollout.answers import answer_text
 from slime.rollout.prompt_groups import describe_fully
+from slime.rollout.response_text import response_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.workers.check_pool import get_pool
 from slime.rollout.rm_hub.workers.limits import MAX_RESPONSE_CHARS
@@ -50,7 +50,7 @@ async def async_rm(args: PluginArgs, sample: Sample, **kwargs: Any) -> Any:
         raise RewardConfigError(f"unknown --rm-type {name!r}: {hint}{known}")
     reward = REWARDS[name]
     sample.metadata.pop(NOT_COMPARED_KEY, None)  # of an earlier answer
-    response = answer_text(args, sample)
+    response = response_text(args, sample)
     if rm_type != name and not reward.reads_box:
         boxed = await check(args, sample, _FIND_BOX, response, wrong="") or ""
         if isinstance(boxed, RewardFailure):
@@ -161,7 +161,7 @@ async def _call_with_columns(
 ) -> Any:
     """Call a reward with TRL's signature: lists in, a list of scores for a group, one for a sample."""
     samples = subject if isinstance(subject, list) else [subject]
-    columns = reward_columns(function, samples, [answer_text(args, sample) for sample in samples])
+    columns = reward_columns(function, samples, [response_text(args, sample) for sample in samples])
     value = await _in_thread(lambda: function(**columns))
     scores = scores_of(await value if inspect.isawaitable(value) else value)
     return scores if isinstance(subject, list) else _one_per_sample(path, scores, samples)[0]

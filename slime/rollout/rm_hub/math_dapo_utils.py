@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from slime.rollout.answers import without_special_tokens
+from slime.rollout.response_text import without_special_tokens
 from slime.rollout.rm_hub import math_utils
 from slime.rollout.rm_hub.math_utils import last_boxed_only_string
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.liveness import waits
-from slime.rollout.answers import answer_text
+from slime.rollout.response_text import response_text
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.utils.http_utils import HttpError, post
 from slime.utils.reward_failure import RewardFailure, infra_error
@@ -35,7 +35,7 @@ async def remote_rm(
     """
     if not args.rm_url:
         raise RewardConfigError("--rm-type remote_rm needs --rm-url: the address that scores a sample")
-    text = answer_text(args, sample) if response is None else response
+    text = response_text(args, sample) if response is None else response
     payload = {"prompt": sample.prompt, "response": text, "label": sample.label}
     try:
         async with _gate():

@@ -1,7 +1,7 @@
 """Returns a response's text for rewards: `Sample.response` without the tokenizer's special tokens.
 
-By default responses include the token that ended them ("42<|im_end|>"), like the engine's text. All built-in
-rewards read `answer_text`; a custom reward function gets the unchanged `sample.response` and may call it too.
+By default responses include the token that ended them ("42<|im_end|>"), like the engine's text. Built-in
+rewards read `response_text`; a custom reward gets the unchanged `sample.response` and may call it, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # graders that are called directly import this module
 # What reasoning models write between; rewards look for them even where a tokenizer calls them special.
 _KEPT = frozenset({"<think>", "</think>"})
 _TAIL_CHARS = 100  # no token of any family is longer
-_MIN_LENGTH = 3  # a pad token of "!" is also the punctuation of answers
+_MIN_LENGTH = 3  # a pad token of "!" is also the punctuation of responses
 # Tokens that end a turn or a text and do not have the usual shape <|...|>.
 _ODD_ENDS = """
     </s> <s> <eos> <bos> <pad> <unk> <end_of_turn> <start_of_turn> <turn|> <|turn> <seed:eos> <endoftext>
@@ -33,21 +33,24 @@ _TAIL = re.compile(
 )
 
 
-def answer_text(args: PluginArgs, sample: Sample) -> str:
-    """The sample's response without special tokens: the run's tokenizer's, and any family's at the end."""
-    # A namespace that a test or a script made itself may name no model.
+def response_text(args: PluginArgs, sample: Sample) -> str:
+    """Return the response without the tokenizer's special tokens, and without any family's at its end."""
+    # Arguments that a test or a script built may name no model.
     return without_special_tokens(sample.response, special_tokens_of(vars(args).get("hf_checkpoint")))
 
 
+answer_text = response_text  # its former name, which rewards of users import
+
+
 def without_special_tokens(text: str, tokens: frozenset[str] = frozenset()) -> str:
-    """`tokens` go wherever they stand; at the end goes whatever looks like one, and white space around it."""
+    """Remove `tokens` everywhere, and at the end any special tokens with the white space around them."""
     if tokens:
         text = _pattern_of(tokens).sub("", text)
     return text if ending_of(text) is None else text.removesuffix(_tail_of(text))
 
 
 def ending_of(text: str) -> str | None:
-    """The special token that the text ends in, as it is written there; None: it ends in ordinary text."""
+    """Return the special token that the text ends in, as written there; None: it ends in ordinary text."""
     tail = _tail_of(text).split()
     return tail[-1] if tail else None
 
@@ -67,7 +70,7 @@ def special_tokens_of(hf_checkpoint: str | None) -> frozenset[str]:
     try:
         tokenizer = load_tokenizer(hf_checkpoint)
     except (OSError, ValueError):
-        return frozenset()  # whoever generated without one has no such tokens in the text
+        return frozenset()  # a run without a tokenizer has no such tokens in its text
     # Not every kind of tokenizer has the table.
     added = {
         token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special
