@@ -12,6 +12,7 @@ from slime.catalog.engines import ENGINES
 from slime.engines.launch_plan import Gpu, gpu_pool, place_engines
 from slime.utils.machine.cores import num_cores
 from slime.utils.machine.run_identity import LOOPBACK
+from slime.utils.machine.shared_gpu import device_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Slot:
 
     @property
     def env(self) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids))} if self.gpu_ids else {}
+        return device_environment(self.gpu_ids)
 
     @property
     def gpus(self) -> list[Gpu]:

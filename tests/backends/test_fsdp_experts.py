@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from devices import DEVICE, SAME
 from trainer_helpers import init_process_group, meeting_point, random_samples, trainer_args
 
 from slime.backends.fsdp import create_backend, loading, tensor_parallel
@@ -67,10 +68,10 @@ def work(rank, matrix, address, folder, model):
     results = {}
     for name, changes in VARIANTS[matrix].items():
         args = settings(model, **changes)
-        backend = create_backend(args, rank=rank, world_size=RANKS[matrix], device="cpu")
+        backend = create_backend(args, rank=rank, world_size=RANKS[matrix], device=DEVICE)
         metrics = take_step(backend, args)
-        weights = {name: gather_full(p.data).clone() for name, p in backend.model.lm.named_parameters()}
-        exported = {name: tensor.clone() for bucket in backend.export() for name, tensor in bucket}
+        weights = {name: gather_full(p.data).cpu().clone() for name, p in backend.model.lm.named_parameters()}
+        exported = {name: tensor.cpu().clone() for bucket in backend.export() for name, tensor in bucket}
         results[name] = {"metrics": metrics, "weights": weights, "exported": exported}
     if rank == 0:
         torch.save(results, folder / f"{matrix}.pt")
@@ -100,12 +101,12 @@ def test_experts_take_the_same_steps_however_they_are_spread(world, matrix):
                 outcome[part],
                 reference[part],
                 rtol=1e-5,
-                atol=1e-5,
+                atol=SAME["abs"],
                 msg=lambda m, n=name, p=part: f"{n} {p}: {m}",
             )
         for key, value in reference["metrics"].items():
             if not key.startswith("perf/"):
-                assert outcome["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), f"{name}: {key}"
+                assert outcome["metrics"][key] == pytest.approx(value, **SAME), f"{name}: {key}"
 
 
 def test_experts_that_cannot_be_shared_out_evenly_are_refused(tmp_path):

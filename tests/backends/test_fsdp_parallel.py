@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from devices import DEVICE, SAME
 from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, meeting_point, random_samples, trainer_args, with_nuclei
 
@@ -77,7 +78,7 @@ def take_steps(backend, args, samples):
 
 
 def weights_of(backend):
-    return {name: gather_full(p.data).clone() for name, p in backend.model.lm.named_parameters()}
+    return {name: gather_full(p.data).cpu().clone() for name, p in backend.model.lm.named_parameters()}
 
 
 def work(rank, matrix, address, folder, model):
@@ -89,14 +90,14 @@ def work(rank, matrix, address, folder, model):
     results = {}
     for name, changes in VARIANTS[matrix].items():
         args = settings(model, **changes)
-        backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+        backend = create_backend(args, rank=rank, world_size=world_size, device=DEVICE)
         metrics = take_steps(backend, args, samples)
         mbs = build_micro_batches(samples_to_batch(args, samples), [[0, 3, 14], [7]])
         found = backend.log_probs(mbs, entropy=True)
         results[name] = {
             "metrics": metrics,
             "weights": weights_of(backend),
-            "exported": {n: t.clone() for bucket in backend.export() for n, t in bucket},
+            "exported": {n: t.cpu().clone() for bucket in backend.export() for n, t in bucket},
             "log_probs": found.log_probs + found.entropy,
         }
         backend.save(folder / name)
@@ -114,7 +115,7 @@ def work(rank, matrix, address, folder, model):
 
 def next_from(path, args, rank, world_size):
     """The step after the one that a checkpoint was written behind."""
-    backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+    backend = create_backend(args, rank=rank, world_size=world_size, device=DEVICE)
     backend.load(path)
     return take_steps(backend, args, with_nuclei(random_samples(5, 3)))
 
@@ -147,13 +148,13 @@ def test_every_way_to_spread_a_model_takes_the_same_steps(world, matrix):
                 outcome[part],
                 reference[part],
                 rtol=1e-5,
-                atol=1e-5,
+                atol=SAME["abs"],
                 msg=lambda m, name=name, part=part: f"{name} {part}: {m}",
             )
         torch.testing.assert_close(outcome["exported"], outcome["weights"], rtol=0, atol=0)
         for key, value in reference["metrics"].items():
             if not key.startswith("perf/"):
-                assert outcome["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), f"{name}: {key}"
+                assert outcome["metrics"][key] == pytest.approx(value, **SAME), f"{name}: {key}"
         for key in COMPARED:
             for step in ("next", "next from one rank"):
                 if step in outcome:

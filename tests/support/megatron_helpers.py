@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from devices import DEVICE, join_ranks
 from trainer_helpers import random_samples, trainer_args, with_nuclei
 
 from slime.arguments import Args
@@ -98,7 +99,7 @@ def training_step(backend, args, samples, rollout_id: int = 0, **options):
 
 def train(backend_of, args, rank: int, world_size: int) -> dict:
     """Three GRPO steps on ragged samples: losses, norms, and the exported weights before and after."""
-    backend = backend_of(args, rank=rank, world_size=world_size, device="cpu")
+    backend = backend_of(args, rank=rank, world_size=world_size, device=DEVICE)
     before = exported(backend)
     samples = with_nuclei(random_samples(5, 3, vocab=127), vocab=127)
     report = training_step(backend, args, samples).run()
@@ -112,11 +113,11 @@ def train(backend_of, args, rank: int, world_size: int) -> dict:
 
 
 def exported(backend, **options) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for bucket in backend.export(**options) for name, tensor in bucket}
+    return {name: tensor.cpu().clone() for bucket in backend.export(**options) for name, tensor in bucket}
 
 
 def in_processes(world_size: int, function, folder: Path, *args) -> dict:
-    """Run function(rank, world_size, *args) on gloo ranks; rank 0's dict, or the first error."""
+    """Run function(rank, world_size, *args) on ranks of one group; rank 0's dict, or the first error."""
     # Ranks meet in a file: a free port may be taken again before they have all started.
     meeting = folder / f"meeting_{uuid.uuid4().hex}"
     mp.spawn(_rank_main, (world_size, str(meeting), function, str(folder), args), nprocs=world_size)
@@ -125,8 +126,7 @@ def in_processes(world_size: int, function, folder: Path, *args) -> dict:
 
 def _rank_main(rank: int, world_size: int, meeting: str, function, folder: str, args: tuple) -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+    join_ranks(rank, world_size, f"file://{meeting}")
     try:
         result = function(rank, world_size, *args)
     except BaseException:
@@ -159,7 +159,7 @@ def save_and_resume(
     """Three steps, a checkpoint, three more; then the last three again from `folder` as `load_as`."""
     from slime.backends.megatron import create_backend
 
-    place = dict(rank=rank, world_size=world_size, device="cpu")
+    place = dict(rank=rank, world_size=world_size, device=DEVICE)
 
     def go_on(backend, args):
         steps = training_step(backend, args, random_samples(5, 3, vocab=127, seed=1), 1).run().steps

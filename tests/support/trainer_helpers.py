@@ -4,13 +4,13 @@ Trainers are imported by the functions that make them: tests of batches need non
 """
 
 import atexit
-import os
 import secrets
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from devices import DEVICE, join_ranks
 
 from slime.arguments import Args, default_args
 from slime.batch.convert import samples_to_batch
@@ -57,7 +57,7 @@ def random_samples(
 def backend_of(args):
     from slime.backends.fsdp import create_backend
 
-    return create_backend(args, rank=0, world_size=1, device="cpu")
+    return create_backend(args, rank=0, world_size=1, device=DEVICE)
 
 
 def weights_of(backend):
@@ -109,11 +109,9 @@ def with_nuclei(samples: list[Sample], *, vocab: int = 128, seed: int = 0) -> li
 
 
 def init_process_group(rank: int = 0, world_size: int = 1, address: str | None = None) -> None:
-    """A gloo group on this machine; a second call in the same process keeps the first group."""
-    if dist.is_initialized():
-        return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=address or meeting_point(), rank=rank, world_size=world_size)
+    """A group on this machine; a second call in the same process keeps the first group."""
+    if not dist.is_initialized():
+        join_ranks(rank, world_size, address or meeting_point())
 
 
 def meeting_point() -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from slime.utils.machine.shared_gpu import ranks_per_gpu
+
 
 def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_count() -> int:
-    """Return the number of visible GPUs; 0 on a CPU machine."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Return the number of visible GPUs, each as often as ranks may share it; 0 on a CPU machine."""
+    return torch.cuda.device_count() * ranks_per_gpu() if torch.cuda.is_available() else 0
 
 
 def has_bfloat16() -> bool:

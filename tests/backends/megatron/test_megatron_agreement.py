@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from devices import DEVICE
 from megatron_helpers import GRPO, in_processes, make_family, megatron_args, training_step
 from trainer_helpers import random_samples
 
@@ -34,7 +35,7 @@ def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
             **changes,
         }
         args = megatron_args(model, **settings)
-        backend = module.create_backend(args, rank=rank, world_size=world_size, device="cpu")
+        backend = module.create_backend(args, rank=rank, world_size=world_size, device=DEVICE)
         samples = random_samples(2, 4, vocab=127)
         steps = training_step(backend, args, samples, weight_version=1).run().steps
         args = args.replace(logprob_diff_threshold=0.02)

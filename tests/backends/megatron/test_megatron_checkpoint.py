@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from devices import DEVICE
 from megatron_helpers import exported, in_processes, make_family, megatron_args, save_and_resume
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
@@ -99,7 +100,7 @@ def other_parameters_train(rank, world_size, model, folder):
 
     def build(**changes):
         args = megatron_args(model, optimizer="adam", distopt=True, **changes)
-        return create_backend(args, rank=rank, world_size=world_size, device="cpu")
+        return create_backend(args, rank=rank, world_size=world_size, device=DEVICE)
 
     one_layer = build(only_train_params_name_list=["layers.3."])
     one_layer.save(folder + "/layer")
@@ -140,7 +141,7 @@ def without_moments(rank, world_size, model, folder):
     from slime.backends.megatron.optimizer import members
 
     args = megatron_args(model, optimizer="adam", distopt=True, no_load_optim=True, no_load_rng=True)
-    backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+    backend = create_backend(args, rank=rank, world_size=world_size, device=DEVICE)
     torch.manual_seed(5)
     backend.load(folder)
     drawn = torch.rand(1).item()
@@ -172,7 +173,7 @@ def kept_versions(rank, world_size, model, other, folder):
 
     def backend_of(**layout):
         args = megatron_args(model, distopt=True, keep_old_actor=True, **layout)
-        return create_backend(args, rank=rank, world_size=world_size, device="cpu")
+        return create_backend(args, rank=rank, world_size=world_size, device=DEVICE)
 
     backend = backend_of(tp=2)
     kept = OldPolicy(backend)
@@ -222,7 +223,7 @@ def broken_checkpoints(rank, world_size, model, other, folder):
         save_file(tensors, path / "model.safetensors")
         return str(path)
 
-    place = dict(rank=rank, world_size=world_size, device="cpu")
+    place = dict(rank=rank, world_size=world_size, device=DEVICE)
     backend = create_backend(megatron_args(model, distopt=True), **place)
     key = "model.layers.1.mlp.up_proj.weight"
     return {

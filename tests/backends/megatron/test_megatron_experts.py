@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from devices import DEVICE
 from megatron_helpers import GRPO, exported, in_processes, make_family, megatron_args, training_step
 from trainer_helpers import random_samples
 
@@ -49,7 +50,7 @@ def routed_samples():
 
 def train_case(rank, world_size, model, settings, create):
     args = megatron_args(model, **(BASE | settings))
-    backend = create(args, rank=rank, world_size=world_size, device="cpu")
+    backend = create(args, rank=rank, world_size=world_size, device=DEVICE)
     steps = training_step(backend, args, routed_samples()).run().steps
     names = (
         "train/loss",
@@ -138,7 +139,7 @@ def balance_by_hand(rank, world_size, model):
     from slime.batch.convert import samples_to_batch
 
     args = megatron_args(model, **(BASE | LOSSES), clip_grad=0.0)
-    backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+    backend = create_backend(args, rank=rank, world_size=world_size, device=DEVICE)
     mbs = build_micro_batches(samples_to_batch(args, samples), [[0, 1], [2, 3]])
     before = exported(backend)
     stats = backend.train_step(mbs, Loss(lambda out, mb: (0.0 * out.log_probs.sum(), {})), Denominators(1, 1))
@@ -185,7 +186,7 @@ def bad_choices(rank, world_size, model):
     from slime.batch.convert import samples_to_batch
 
     args = megatron_args(model, **(BASE | ENGINE))
-    backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
+    backend = create_backend(args, rank=rank, world_size=world_size, device=DEVICE)
 
     def message(change):
         samples = routed_samples()[:2]

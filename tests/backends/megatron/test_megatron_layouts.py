@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from devices import DEVICE, rounding
 from megatron_helpers import in_processes, make_family, run_cases
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
@@ -67,6 +68,8 @@ TWO = {
         megatron_config={"recompute_modules": ["layernorm", "moe"]},
     ),
 }
+if DEVICE != "cpu":  # gloo cannot gather unequal numbers of tokens
+    TWO["moe tp2 sp etp2"] = dict(SGD, tp=2, sp=True, expert_tensor_parallel_size=2)
 FOUR = {
     "qwen3 tp2 pp2": dict(SGD, tp=2, pp=2),
     "qwen3 tp2 sp pp2 vpp2": dict(SGD, tp=2, sp=True, pp=2, vpp=2),
@@ -126,13 +129,13 @@ def reference_of(one, name, table):
 
 def check(found, reference, *, adam):
     for (loss, norm), (expected_loss, expected_norm) in zip(found["steps"], reference["steps"], strict=True):
-        assert loss == pytest.approx(expected_loss, abs=2e-5)
-        assert norm == pytest.approx(expected_norm, rel=1e-4)
-    assert found["entropy"] == pytest.approx(reference["entropy"], abs=1e-5)
+        assert loss == pytest.approx(expected_loss, abs=rounding(2e-5, 2e-4))
+        assert norm == pytest.approx(expected_norm, rel=rounding(1e-4, 1e-3))
+    assert found["entropy"] == pytest.approx(reference["entropy"], abs=rounding(1e-5, 1e-4))
     assert found["before"].keys() == reference["before"].keys() == found["after"].keys()
     for name, tensor in reference["before"].items():
         assert torch.equal(found["before"][name], tensor), f"export differs from import: {name}"
-    limit = 1e-5 if adam else 1e-6
+    limit = rounding(1e-5 if adam else 1e-6, 1e-4)
     for name, tensor in reference["after"].items():
         torch.testing.assert_close(
             found["after"][name], tensor, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}"

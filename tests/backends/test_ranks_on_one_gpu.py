@@ -1,0 +1,24 @@
+"""The tests of layouts once more, with NCCL: their ranks share one GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+FOLDER = Path(__file__).parent
+FSDP = ["test_fsdp_ranks.py", "test_fsdp_parallel.py", "test_fsdp_experts.py", "test_fsdp_adapter_ranks.py"]
+MEGATRON = [f"megatron/test_megatron_{name}.py" for name in ("layouts", "checkpoint", "experts", "agreement")]
+
+
+@pytest.mark.parametrize("file", [*FSDP, *MEGATRON])
+def test_every_layout_computes_with_nccl_what_one_rank_does(file):
+    if file in MEGATRON:
+        pytest.importorskip("megatron.core")
+    command = [sys.executable, "-m", "pytest", "-q", "--tb", "short", "-m", "not gpu", str(FOLDER / file)]
+    ended = subprocess.run(
+        command, env={**os.environ, "SLIME_TEST_DEVICE": "cuda"}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
