@@ -40,7 +40,6 @@ from slime.runtime.placement import Placement, num_machines_needed, plan_placeme
 from slime.utils.async_utils import in_background
 from slime.utils.files.run_file import add_restart
 from slime.utils.files.step_folders import StepFolder
-from slime.utils.machine.accelerator import device_count, has_bfloat16
 from slime.utils.machine.run_identity import Run
 from slime.utils.types import RolloutBatch
 from slime.weight_sync.base import Site
@@ -68,9 +67,7 @@ class Parts:
     def start(self, checkpoint: StepFolder | None) -> Cluster:
         """Start engines and trainer side by side, and return when both are ready."""
         args, runtime = self.args, self.runtime
-        num_gpus = min(device_count(), args.num_gpus_per_node)
-        num_machines = runtime.find_machines(num_machines_needed(args, num_gpus))
-        placement = runtime.claim(plan_placement(args, num_gpus, num_machines))
+        placement = runtime.claim(plan_placement(args, *_find_devices(args, runtime)))
         check_hosts(args, runtime, checkpoint)
         self.run = replace(self.run, host=placement.host)
         spec = WorkerSpec(name="rollout", near_driver=True)
@@ -171,6 +168,17 @@ class Parts:
         )
 
 
+def _find_devices(args: Args, runtime: Runtime) -> tuple[int, int]:
+    """Return the number of devices per machine and of machines, once enough machines are there."""
+    num_gpus = 0
+    while True:
+        num_machines = runtime.find_machines(num_machines_needed(args, num_gpus), num_gpus)
+        now = min(runtime.gpus_of_machine(), args.num_gpus_per_node)
+        if now == num_gpus:
+            return num_gpus, num_machines
+        num_gpus = now  # machines that have joined, or left, meanwhile
+
+
 def _load_both(
     args: Args,
     starting: tuple[Future[None], Future[RolloutFacts]],
@@ -230,7 +238,8 @@ def _choose_push(
         return None
     if not placement.engines:
         return PushToNobody(ranks, num_done)
-    site = Site(device_count() > 0, args.colocate, takes_handles(args, placement))
+    on_gpus = bool(placement.trainer[0].gpu_ids)
+    site = Site(on_gpus, args.colocate, takes_handles(args, placement))
     transport = (
         choose_adapter_transport(facts.transports)
         if args.lora_sync == "adapter"
@@ -238,7 +247,7 @@ def _choose_push(
     )
     logger.info("Weights are sent to the engines by the transport %s.", transport)
     # Engines get the precision that the trainer computes in; None: that of the master weights.
-    half = args.dtype == "bfloat16" or (args.dtype == "auto" and has_bfloat16())
+    half = args.dtype == "bfloat16" or (args.dtype == "auto" and all(ranks.call(TrainActor.has_bfloat16)))
     return WeightPush(
         *(ranks, engines, residency, run.pushes_as, "bfloat16" if half else None, num_done),
         transport=transport,

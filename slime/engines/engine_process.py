@@ -59,7 +59,7 @@ class Serving:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{ports.with_port(self.host, self.port)}"
 
 
 class EngineServer:
@@ -81,7 +81,7 @@ class EngineServer:
 
     @property
     def url(self) -> str:
-        return f"http://{self.plan.host}:{self.port}"
+        return f"http://{ports.with_port(self.plan.host, self.port)}"
 
     @property
     def pid(self) -> int | None:
@@ -102,11 +102,8 @@ class EngineServer:
         self._ready_file.unlink(missing_ok=True)  # of a start that failed
         words = self.plan.command(self.port, self._ready_file, self._life.read_fd)
         if MEETING_POINT in words and not meeting_point:
-            meeting_point = f"{self.plan.host}:{self._take_meeting_ports()}"
-        # By itself gloo takes the address of the machine's name, which may be loopback.
-        network = (
-            {"GLOO_SOCKET_IFNAME": ports.interface_towards(self.plan.host) or "lo"} if meeting_point else {}
-        )
+            meeting_point = ports.with_port(self.plan.host, self._take_meeting_ports())
+        network = ports.interface_environment(self.plan.host)
         command = [meeting_point if word == MEETING_POINT else word for word in words]
         # In its environment, where other users of the machine cannot read it.
         token = {http_utils.TOKEN_VARIABLE: self.plan.token} if self.plan.token is not None else {}

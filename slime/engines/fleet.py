@@ -25,6 +25,7 @@ from slime.wire.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
 _HEARTBEATS = 4  # heartbeat requests to an engine within its silence limit
+_MACHINE_POLL_S = 10.0  # between two attempts to start an engine on a machine that was lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class FleetServer(Protocol):
     def bootstrap_port(self) -> int | None: ...  # of an engine that prefills for others
 
     def transports(self, info: EngineInfo) -> tuple[str, ...]: ...
-    def launch(self) -> object: ...  # MachineLost: it can never be restarted
+    def launch(self) -> object: ...  # MachineLost: not before its machine is back
     def wait_ready(self) -> str: ...
     def alive(self) -> bool: ...
     def signs(self) -> Signs | None: ...  # None: its processes cannot be seen
@@ -234,13 +235,26 @@ class EngineFleet:
         self._out.append(server)
         try:
             server.launch()
+            follow = self._bring_back
         except MachineLost as error:
             logger.error(
-                "%s is not restarted (%s); the run continues with the other engines.", server.plan.name, error
+                "%s cannot be restarted (%s); the run continues with the other engines until its machine is "
+                "back.",
+                *(server.plan.name, error),
             )
-            return
+            follow = self._await_machine
         name = f"restart of {server.plan.name}"
-        threading.Thread(target=self._bring_back, args=(server,), name=name, daemon=True).start()
+        threading.Thread(target=follow, args=(server,), name=name, daemon=True).start()
+
+    def _await_machine(self, server: FleetServer) -> None:
+        """Restart an engine once its machine is back, under the address that clients know."""
+        while not self._stopping.wait(_MACHINE_POLL_S):
+            if self.asleep:
+                continue
+            with contextlib.suppress(MachineLost):
+                server.launch()
+                self._bring_back(server)
+                return
 
     def _bring_back(self, server: FleetServer) -> None:
         try:

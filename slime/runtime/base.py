@@ -147,14 +147,27 @@ class Ref(Protocol[R_co]):
 class Runtime(Protocol):
     """Child processes of this one, or Ray actors. A runtime that is handed on spawns like the first."""
 
-    def find_machines(self, wanted: int) -> int:
-        """Return the number of machines that a plan may use; wait for `wanted` where more can still join."""
+    def gpus_of_machine(self) -> int:
+        """Return the number of GPUs of the machine that has most, now; 0: none has any."""
+
+    def find_machines(self, wanted: int, num_gpus: int = 0) -> int:
+        """Return the number of machines that a plan may use; wait for `wanted` where more can still join.
+
+        `num_gpus`: on GPUs, machines with fewer do not count.
+        """
 
     def claim(self, placement: Placement) -> Placement:
         """Reserve machines and devices for a plan until `close`; return the plan with their real names."""
 
     def relocate(self, slots: Sequence[Slot]) -> list[Slot | None]:
         """Return claimed places, on other machines where theirs are gone; None: there is none."""
+
+    @property
+    def driver_address(self) -> str:
+        """The address by which the scheduler knows the driver's host."""
+
+    def use_all_hosts(self) -> None:
+        """Make every host of the cluster one of `other_hosts`, without claiming its devices."""
 
     @property
     def other_hosts(self) -> tuple[str, ...]:

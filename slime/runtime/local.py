@@ -26,6 +26,7 @@ from slime.runtime.worker_main import BEAT, CONTROL, MAKE, WORK, encode_call, in
 from slime.runtime.worker_watch import DEFAULT_LIMIT_S, RuntimeWithWorkers, WorkerHandle
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.machine import shm, warm_start
+from slime.utils.machine.accelerator import device_count
 from slime.utils.machine.children import (
     Child,
     describe_exit,
@@ -34,6 +35,7 @@ from slime.utils.machine.children import (
     open_log,
     stop_process,
 )
+from slime.utils.machine.run_identity import LOOPBACK
 
 
 class _Lane:
@@ -185,7 +187,10 @@ class SegmentRef(Generic[R]):
 class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
     """Starts child processes and ends them."""
 
-    def find_machines(self, wanted: int) -> int:
+    def gpus_of_machine(self) -> int:
+        return device_count()
+
+    def find_machines(self, wanted: int, num_gpus: int = 0) -> int:
         return 1
 
     def __init__(self, run_dir: Path, shm_prefix: str, silence_limit_s: float = DEFAULT_LIMIT_S):
@@ -199,6 +204,13 @@ class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
     def relocate(self, slots: Sequence[Slot]) -> list[Slot | None]:
         """Return the slots: the only machine is the driver's."""
         return list(slots)
+
+    @property
+    def driver_address(self) -> str:
+        return LOOPBACK
+
+    def use_all_hosts(self) -> None:
+        """Do nothing: there is one."""
 
     @property
     def other_hosts(self) -> tuple[str, ...]:

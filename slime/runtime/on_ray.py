@@ -124,6 +124,7 @@ class RayHandle(WorkerHandle[T]):
     def __init__(self, spec: WorkerSpec, node_id: str, log: Path, make: tuple[Any, ...]):
         super().__init__(spec.name)
         self._log, self._near_driver = log, spec.near_driver
+        self._host = next((_host_name(node) for node in ray.nodes() if node["NodeID"] == node_id), node_id)
         devices = spec.slot.env if spec.slot is not None else {}
         actor_class = ray.remote(concurrency_groups={WORK: 1, CONTROL: 1, _PULSE: 1, _LIFE: 1})(_Actor)
         options = actor_class.options(
@@ -158,12 +159,13 @@ class RayHandle(WorkerHandle[T]):
         else:
             cause = getattr(error, "cause", None)
             cause = cause if isinstance(cause, Exception) else error
-            cause.add_note(f"in {name}:\n{error}")
+            cause.add_note(f"in {name} on {self._host}:\n{error}")
             self._answer(call_id, False, cause)
 
     def died(self, error: BaseException) -> WorkerDied:
         """Return the error of its end, with the last lines of its log where that can be read from here."""
-        return WorkerDied(f"{self.name}: {error}; last lines of {self._log}:\n{last_lines(self._log)}")
+        lines = last_lines(self._log)
+        return WorkerDied(f"{self.name} on {self._host}: {error}; last lines of {self._log}:\n{lines}")
 
     def _ask(self) -> None:
         self._is_asked = True
@@ -187,7 +189,7 @@ class RayHandle(WorkerHandle[T]):
 
     @property
     def title(self) -> str:
-        return f"{self.name} (pid {self._pid} on node {self._node})"
+        return f"{self.name} (pid {self._pid} on {self._host})"
 
     async def heard(self, timeout_s: float) -> bool:
         """Return whether it answered; it may be silent until its object exists, while torch is loaded."""
@@ -246,9 +248,13 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         super().__init__(state["_run_dir"], state["_silence_limit_s"])
         self.__dict__.update(state, _owns_ray=False, _group=None)
 
-    def find_machines(self, wanted: int) -> int:
+    def gpus_of_machine(self) -> int:
+        """Return what Ray knows: the driver's machine may have no GPU, as the head of a cluster often is."""
+        return max(map(_num_gpus, _alive_nodes()), default=0)
+
+    def find_machines(self, wanted: int, num_gpus: int = 0) -> int:
         """Wait for machines that join a cluster after the run was started, as under a job scheduler."""
-        found, deadline = len(_addresses()), time.monotonic() + self._host_timeout_s
+        found, deadline = _count_machines(num_gpus), time.monotonic() + self._host_timeout_s
         if found < wanted and os.environ.get("RAY_ADDRESS"):
             logger.warning(
                 "The run needs %d machines and the Ray cluster has %d: waiting up to %g s for more to join "
@@ -258,7 +264,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
             with waits.waiting(f"{wanted} machines in the Ray cluster", deadline_s=self._host_timeout_s):
                 while found < wanted and time.monotonic() < deadline:
                     time.sleep(_JOINED_S)
-                    found = len(_addresses())
+                    found = _count_machines(num_gpus)
         return found
 
     def claim(self, placement: Placement) -> Placement:
@@ -273,7 +279,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
     def _claim_gpus(self, needs: tuple[int, ...]) -> list[Machine]:
         # A machine on which engines leave all GPUs free is held too.
         needs = tuple(max(1, needed) for needed in needs)
-        have = sorted((int(node["Resources"].get("GPU", 0)) for node in _alive_nodes()), reverse=True)
+        have = sorted(map(_num_gpus, _alive_nodes()), reverse=True)
         if any(there < needed for there, needed in zip(have, sorted(needs, reverse=True), strict=False)):
             raise ValueError(
                 f"the plan needs machines with {', '.join(map(str, needs))} GPUs, and those of the Ray "
@@ -352,6 +358,13 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         return replace(slot, host=LOOPBACK if alone else address, gpu_ids=devices, cores=cores)
 
     @property
+    def driver_address(self) -> str:
+        return _addresses()[self._driver_node]
+
+    def use_all_hosts(self) -> None:
+        self._nodes = list(_addresses())
+
+    @property
     def other_hosts(self) -> tuple[str, ...]:
         return tuple(_host_name(node) for node in self._other_nodes)
 
@@ -380,11 +393,18 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         return answers
 
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        node = self._driver_node if spec.slot is None else self._nodes[spec.slot.machine]
+        node = self._driver_node if spec.slot is None else self._node_of(spec.slot)
         log = self.log_folder / f"{spec.name}.log"  # on the machine where it runs
         handle: RayHandle[T] = RayHandle(spec, node, log, (cls, args, kwargs))
         self._hold(handle)
         return handle
+
+    def _node_of(self, slot: Slot) -> str:
+        """Return the node of a slot; a machine that has come back is another node at the same address."""
+        known, addresses = self._nodes[slot.machine], _addresses()
+        if known in addresses:
+            return known
+        return next((node for node, address in addresses.items() if address == slot.host), known)
 
     def dump_stacks(self) -> list[str]:
         handles = self._living()
@@ -406,6 +426,15 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
 
 def _alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _num_gpus(node: dict[str, Any]) -> int:
+    return int(node["Resources"].get("GPU", 0))
+
+
+def _count_machines(num_gpus: int) -> int:
+    """Return the number of machines with at least as many GPUs."""
+    return sum(_num_gpus(node) >= num_gpus for node in _alive_nodes())
 
 
 def _addresses() -> dict[str, str]:

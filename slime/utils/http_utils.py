@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import atexit
 import contextlib
-import ipaddress
 import itertools
 import json
 import logging
@@ -34,6 +33,7 @@ from slime.utils.machine.open_files import most_requests, raise_limit
 # Plug-ins import these names from here.
 from slime.utils.machine.ports import find_available_port as find_available_port
 from slime.utils.machine.ports import get_host_info as get_host_info
+from slime.utils.machine.ports import is_loopback as is_loopback
 from slime.utils.machine.ports import is_port_available as is_port_available
 
 CLIENT = "slime"  # the user agent by which servers recognise requests whose sampling was checked here
@@ -90,14 +90,6 @@ def is_observed() -> bool:
 # A new engine reads the token that it must require from here; a run reads the token of external engines.
 TOKEN_VARIABLE = "SLIME_ENGINE_TOKEN"
 _tokens: dict[str, str] = {}  # by origin: http://host:port
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the address. A host name counts as reachable by others."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def authorize(url: str, token: str | None) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from slime.arguments import RunInfo
 from slime.arguments.groups.topology import plain_topology
+from slime.cluster.parts import _find_devices
 from slime.cluster.residency import GENERATE, SYNC, TRAIN, Residency
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import _TRAIN_HEADLINE, headline_of
@@ -53,6 +54,20 @@ def test_a_cpu_machine_has_slots_without_devices():
 def test_debug_modes_place_one_stage_only():
     assert plan_placement(sizes(debug_train_only=True), 0).engines == ()
     assert plan_placement(sizes(debug_rollout_only=True), 0).trainer == ()
+
+
+def test_machines_with_gpus_may_join_a_head_without_any():
+    class GrowingCluster:
+        gpus = 0
+
+        def gpus_of_machine(self):
+            return self.gpus
+
+        def find_machines(self, wanted, num_gpus=0):
+            self.gpus = 8  # they join while the run waits
+            return 2 if num_gpus else 3
+
+    assert _find_devices(sizes(actor_num_nodes=2), GrowingCluster()) == (8, 2)
 
 
 def test_too_few_devices_is_an_error_with_the_numbers():

@@ -1,6 +1,7 @@
 """The check at the start that all hosts of a run see the files that the driver sees."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,17 @@ from slime.utils.files.step_folders import Manifest
 class AnotherHost:
     """A runtime whose second host sees `seen` of the driver's folder `root`, and nothing else below it."""
 
-    other_hosts = ("host1 (10.0.0.2)",)
+    other_hosts, driver_address = ("host1 (10.0.0.2)",), "127.0.0.1"
 
     def __init__(self, root: Path, seen: Path):
         self._root, self._seen = root, seen
 
-    def ask_other_hosts(self, question, needed):
-        from dataclasses import replace
+    def ask_other_hosts(self, question, asked):
+        def there(path):
+            return path.replace(str(self._root), str(self._seen))
 
-        there = [replace(one, path=one.path.replace(str(self._root), str(self._seen))) for one in needed]
-        return {"host1 (10.0.0.2)": question(there)}
+        needed = tuple(replace(one, path=there(one.path)) for one in asked.needed)
+        return {"host1 (10.0.0.2)": question(replace(asked, needed=needed))}
 
 
 @pytest.fixture
@@ -102,3 +104,18 @@ def test_a_host_that_does_not_answer_is_named(world):
 
     with pytest.raises(RunStopped, match=r"Host host1 \(10.0.0.2\) could not check .* no answer within 5 s"):
         check_hosts(settings(world), Silent(world, world), None)
+
+
+def test_a_host_with_other_packages_is_named_and_refused_unless_it_is_meant(world, caplog):
+    class Older(AnotherHost):
+        def ask_other_hosts(self, question, asked):
+            [(host, found)] = super().ask_other_hosts(question, asked).items()
+            versions = {**found.facts.versions, "torch": "1.0"}
+            facts = replace(found.facts, versions=versions, clock=found.facts.clock - 3600)
+            return {host: replace(found, facts=facts)}
+
+    args, hosts = settings(world), Older(world, world)
+    with pytest.raises(RunStopped, match=r"Host host1 \(10.0.0.2\): version of torch: 1.0, and .* has "):
+        check_hosts(args, hosts, checkpoint_of(args))
+    assert "its clock is 3600 s off the driver's" in caplog.text
+    check_hosts(args.replace(skip_preflight=["hosts"]), hosts, checkpoint_of(args))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import files
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,14 @@ def relative_flags(world: Path, run: str, **changes) -> list[str]:
     return [word.replace(f"{world.parent}/", "") for word in flags(world, run, **SIZES, **changes)]
 
 
-def test_a_run_without_a_shared_folder_ends_before_it_starts_and_names_host_and_folders():
+def test_hosts_without_shared_folders_or_with_other_packages_are_named_before_the_start():
     with network_hosts(2) as hosts, ray_on(hosts) as address:
+        [installed] = [file for file in files("transformers") if file.name == "METADATA"]
+        path = str(installed.locate())
+        another = (
+            f"sed 's/^Version: .*/Version: 4.0.0/' {path} > /tmp/other && mount --bind /tmp/other {path}"
+        )
+        assert hosts[1].run("sh", "-c", another).returncode == 0
         for host in hosts:  # a copy on each host: enough for what is only read
             code = "import sys; sys.path.insert(0, sys.argv[1]); import loop_helpers, pathlib; "
             code += "p = pathlib.Path('/tmp/a/task'); p.mkdir(parents=True); loop_helpers.make_world(p)"
@@ -30,8 +37,15 @@ def test_a_run_without_a_shared_folder_ends_before_it_starts_and_names_host_and_
             assert made.returncode == 0, made.stdout
         words = relative_flags(Path("/tmp/a/task"), "run", save="task/ckpt", num_rollout=1)
         train = (sys.executable, str(ROOT / "train.py"), *words)
+        doctor = (sys.executable, "-m", "slime", "doctor", "--hosts", *words)
+        looked = hosts[0].run(*doctor, cwd="/tmp/a", RAY_ADDRESS=address, **environment())
         done = hosts[0].run(*train, cwd="/tmp/a", RAY_ADDRESS=address, **environment())
-        assert done.returncode not in (0, 124), done.stdout
+        for seen in (looked, done):
+            assert seen.returncode not in (0, 124), seen.stdout
+            odd = f"Host host1 ({hosts[1].address}): version of transformers: 4.0.0, and host0 "
+            assert odd in seen.stdout, seen.stdout
+            assert f"Host host1 ({hosts[1].address}) does not see all files" in seen.stdout, seen.stdout
+        assert f"  host0 ({hosts[0].address}): no GPU; eth0, " in looked.stdout, looked.stdout
         assert f"Host host1 ({hosts[1].address}) does not see all files of this run:" in done.stdout
         assert "\n  --run-dir: /tmp/a/task/run: " in done.stdout
         assert "\n  --save: /tmp/a/task/ckpt: " in done.stdout
@@ -81,6 +95,23 @@ def test_an_engine_that_runs_on_another_host_gets_weights_by_a_process_group(tmp
         done = hosts[0].run(sys.executable, str(ROOT / "train.py"), *train, cwd=str(tmp_path), **env)
         engine.kill()
         engine.wait()
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "by the transport distributed" in done.stdout
+    missed = [row["perf/engines_missed"] for row in metrics(world, "run") if "perf/engines_missed" in row]
+    assert missed and not any(missed), done.stdout[-6000:]
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_hosts_with_several_networks_and_a_name_on_loopback_meet_at_the_addresses_of_the_scheduler(
+    tmp_path, version
+):
+    world = tmp_path / "task"
+    world.mkdir()
+    make_world(world)
+    with network_hosts(2, shared=tmp_path, version=version, misnamed=True) as hosts, ray_on(hosts) as address:
+        words = relative_flags(world, "run", num_rollout=2, update_weight_transport="distributed")
+        env = {"RAY_ADDRESS": address, **environment()}
+        done = hosts[0].run(sys.executable, str(ROOT / "train.py"), *words, cwd=str(tmp_path), **env)
     assert done.returncode == 0, done.stdout[-6000:]
     assert "by the transport distributed" in done.stdout
     missed = [row["perf/engines_missed"] for row in metrics(world, "run") if "perf/engines_missed" in row]

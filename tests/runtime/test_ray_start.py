@@ -64,7 +64,7 @@ def test_machines_that_join_later_are_waited_for_within_the_deadline(on_ray, mon
     grows = iter([1, 1, 2, 3, 3])
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setattr(on_ray, "_JOINED_S", 0.0)
-    monkeypatch.setattr(on_ray, "_addresses", lambda: dict.fromkeys(range(next(grows, 3)), ""))
+    monkeypatch.setattr(on_ray, "_alive_nodes", lambda: [{"Resources": {}}] * next(grows, 3))
     runtime = on_ray.RayRuntime.__new__(on_ray.RayRuntime)
     runtime._host_timeout_s = 1e6
     assert runtime.find_machines(3) == 3
@@ -74,3 +74,13 @@ def test_machines_that_join_later_are_waited_for_within_the_deadline(on_ray, mon
     monkeypatch.delenv("RAY_ADDRESS")
     runtime._host_timeout_s = 1e6
     assert runtime.find_machines(4) == 3, "nobody joins a cluster that this run has started"
+
+
+def test_the_devices_of_a_cluster_count_and_not_those_of_the_driver(on_ray, monkeypatch):
+    """The head of a cluster often has no GPU."""
+    nodes = [{"Resources": {"CPU": 4.0}}, *[{"Resources": {"GPU": 8.0}}] * 2]
+    monkeypatch.setattr(on_ray, "_alive_nodes", lambda: nodes)
+    runtime = on_ray.RayRuntime.__new__(on_ray.RayRuntime)
+    runtime._host_timeout_s = 0.0
+    assert runtime.gpus_of_machine() == 8
+    assert (runtime.find_machines(1), runtime.find_machines(1, 8)) == (3, 2)

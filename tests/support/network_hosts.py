@@ -6,31 +6,75 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 from patience import PATIENCE_S, eventually
 
+from slime.utils.machine.ports import with_port
+
 ROOT = Path(__file__).parents[2]
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
+_RAY_PORT = 6379
 _RAY_STARTS = 4  # Ray gives a node 30 s, which a busy machine may need
 _BOOT = """
 hostname {name}; mount --make-rprivate /; mount -t proc proc /proc
 {keep}
 mount -t tmpfs tmpfs /tmp; mount -t tmpfs tmpfs /dev/shm
 {share}
+{names}
 echo booted; exec sleep infinity
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Host:
-    """A host that is up. `pid`: its first process, as this machine numbers it."""
+    """A host that is up. `init`: its first process; `network`: its namespace; `script`: what it boots."""
 
     name: str
     address: str
-    pid: int
+    network: str
+    script: str
+    init: subprocess.Popen = field(init=False)
+
+    @property
+    def pid(self) -> int:
+        """Its first process, as this machine numbers it."""
+        [first] = eventually(lambda: psutil.Process(self.init.pid).children())
+        return first.pid
+
+    def boot(self) -> None:
+        """Start it, also again after `kill`: its /tmp and /dev/shm are empty."""
+        line = [*_within(self.network), "unshare", "--mount", "--uts", "--ipc", "--pid", "--fork"]
+        line += ["--kill-child", "sh", "-c", self.script]
+        self.init = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+        assert self.init.stdout is not None and self.init.stdout.readline() == "booted\n", "it did not boot"
+
+    def kill(self) -> None:
+        """End all its processes at once, as a power failure does."""
+        self.init.kill()
+        self.init.wait()
+
+    def cut(self) -> None:
+        """Take its network down: whatever is sent to it or by it is lost."""
+        _inside(self.network, "ip link set eth0 down")
+
+    def heal(self) -> None:
+        _inside(self.network, "ip link set eth0 up", "ip route replace default dev eth0")
+
+    def worsen(self, *words: str) -> None:
+        """Delay or drop what it sends (`tc netem`); skips the test where the kernel cannot."""
+        line = [*_within(self.network), "tc", "qdisc", "add", "dev", "eth0", "root", "netem", *words]
+        done = subprocess.run(line, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"this kernel cannot slow a network down: {done.stderr.strip()}")
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """All that runs on it, as this machine numbers them."""
+        return psutil.Process(self.init.pid).children(recursive=True)
 
     def command(self, *words: str) -> list[str]:
         """The words of a command line that runs on this host."""
@@ -60,40 +104,53 @@ def why_no_hosts() -> str | None:
 
 
 @contextlib.contextmanager
-def network_hosts(number: int, shared: Path | None = None) -> Iterator[list[Host]]:
-    """Yield hosts that reach each other. `shared`: one folder that all of them see, under the same path."""
+def network_hosts(
+    number: int, shared: Path | None = None, *, version: int = 4, misnamed: bool = False
+) -> Iterator[list[Host]]:
+    """Yield hosts that reach each other. `shared`: one folder that all of them see, under the same path.
+
+    `version`: of their addresses; with 6 they have none of version 4 but loopback. `misnamed`: /etc/hosts has
+    each under 127.0.1.1, as Debian's has, and a network of its own comes before the common one.
+    """
     if (reason := why_no_hosts()) is not None:
         pytest.skip(reason)
     mark = f"st{os.getpid() % 100000}"
     with contextlib.ExitStack() as stack:
         switch = stack.enter_context(_namespace(f"{mark}s"))
         _inside(switch, "ip link add br0 type bridge", "ip link set br0 up")
-        yield [stack.enter_context(_host(mark, switch, i, shared)) for i in range(number)]
+        hosts = []
+        for i in range(number):
+            address = f"fd79::1{i}" if version == 6 else f"10.79.0.1{i}"
+            hosts.append(stack.enter_context(_host(mark, switch, i, shared, address, misnamed)))
+        yield hosts
 
 
 @contextlib.contextmanager
-def _host(mark: str, switch: str, number: int, shared: Path | None) -> Iterator[Host]:
-    address, port = f"10.79.0.1{number}", f"{mark}p{number}"
-    keep = share = ""
+def _host(
+    mark: str, switch: str, number: int, shared: Path | None, address: str, misnamed: bool
+) -> Iterator[Host]:
+    port, keep, share, names = f"{mark}p{number}", "", "", ""
+    if misnamed:
+        lines = f"127.0.0.1 localhost\\n::1 localhost\\n127.0.1.1 host{number}\\n"
+        names = f"printf '{lines}' > /tmp/names; mount --bind /tmp/names /etc/hosts"
     if shared is not None:
         keep = f"mount -t tmpfs tmpfs /mnt; mkdir /mnt/shared; mount --bind '{shared}' /mnt/shared"
         share = f"mkdir -p '{shared}'; mount --bind /mnt/shared '{shared}'"
-    script = _BOOT.format(name=f"host{number}", keep=keep, share=share)
+    script = _BOOT.format(name=f"host{number}", keep=keep, share=share, names=names)
     with contextlib.ExitStack() as stack:
         net = stack.enter_context(_namespace(f"{mark}h{number}"))
         _run(f"ip link add {port} netns {switch} type veth peer name eth0 netns {net}")
         _inside(switch, f"ip link set {port} master br0 up")
-        _inside(net, f"ip addr add {address}/24 dev eth0", "ip link set eth0 up", "ip link set lo up")
-        _inside(net, "ip route add default dev eth0")
-        line = ["ip", "netns", "exec", net, "unshare", "--mount", "--uts", "--ipc", "--pid", "--fork"]
-        init = subprocess.Popen(
-            [*line, "--kill-child", "sh", "-c", script], stdout=subprocess.PIPE, text=True
-        )
-        stack.callback(init.wait)
-        stack.callback(init.kill)
-        assert init.stdout is not None and init.stdout.readline() == "booted\n", "the host did not boot"
-        [first] = eventually(lambda: psutil.Process(init.pid).children())
-        yield Host(f"host{number}", address, first.pid)
+        if misnamed:  # under the same address on each
+            _inside(net, "ip link add adm0 type veth peer name adm1", "ip addr add 10.80.0.1/24 dev adm0")
+            _inside(net, "ip link set adm0 up", "ip link set adm1 up")
+        size = "64 nodad" if ":" in address else "24"
+        _inside(net, f"ip addr add {address}/{size} dev eth0", "ip link set eth0 up", "ip link set lo up")
+        _inside(net, f"ip {'-6 ' * (':' in address)}route add default dev eth0")
+        host = Host(f"host{number}", address, net, script)
+        host.boot()
+        stack.callback(host.kill)
+        yield host
 
 
 @contextlib.contextmanager
@@ -105,9 +162,13 @@ def _namespace(name: str) -> Iterator[str]:
         _run(f"ip netns del {name}")
 
 
+def _within(name: str) -> list[str]:
+    return ["ip", "netns", "exec", name]
+
+
 def _inside(name: str, *lines: str) -> None:
     for line in lines:
-        _run(f"ip netns exec {name} {line}")
+        _run(" ".join([*_within(name), line]))
 
 
 def _run(line: str) -> None:
@@ -115,20 +176,27 @@ def _run(line: str) -> None:
 
 
 @contextlib.contextmanager
-def ray_on(hosts: list[Host]) -> Iterator[str]:
-    """Yield the address of a Ray cluster of these hosts; it ends with them."""
-    head = hosts[0]
-    ray = (sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus", "1", "--disable-usage-stats")
-    at = f"{head.address}:6379"
-    own = ("--head", "--port", "6379", "--include-dashboard", "false")
+def ray_on(hosts: list[Host], **env: str) -> Iterator[str]:
+    """Yield the address of a Ray cluster of these hosts; it ends with them.
+
+    `env`: what all processes of a host but the first have in their environment.
+    """
     for host in hosts:
-        joins = own if host is head else ("--address", at)
-        for _ in range(_RAY_STARTS):
-            started = host.run(*ray, *joins, "--node-ip-address", host.address, **environment())
-            if started.returncode == 0:
-                break
-        assert started.returncode == 0, started.stdout
-    yield at
+        join_ray(host, hosts[0], **(env if host is not hosts[0] else {}))
+    yield with_port(hosts[0].address, _RAY_PORT)
+
+
+def join_ray(host: Host, head: Host, **env: str) -> None:
+    """Start Ray on a host; the head is the first."""
+    start = (*RAY, "start", "--num-cpus", "1", "--disable-usage-stats")
+    own = ("--head", "--port", str(_RAY_PORT), "--include-dashboard", "false")
+    joins = own if host is head else ("--address", with_port(head.address, _RAY_PORT))
+    for _ in range(_RAY_STARTS):
+        started = host.run(*start, *joins, "--node-ip-address", host.address, **environment(), **env)
+        if started.returncode == 0:
+            return
+        host.run(*RAY, "stop", "--force", **environment())  # what a failed start left would refuse the next
+    raise AssertionError(started.stdout)
 
 
 def environment() -> dict[str, str]:

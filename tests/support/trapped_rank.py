@@ -4,7 +4,8 @@
 
 At the nth time that a rank reaches the point it strikes itself, once in a run: the file `note` says so.
 `how`: "kill" (SIGKILL, the default), "stop" (SIGSTOP), "raise" (a mistake of the user's code, every time),
-"cut copies" or "flip copies" (the copies in memory are damaged, then it is killed).
+"wait" (it waits there until its host is killed; the note is the host's name), "cut copies" or "flip copies"
+(the copies in memory are damaged, then it is killed). Ranks on Ray get the traps by --train-env-vars.
 """
 
 import functools
@@ -12,7 +13,9 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -26,10 +29,11 @@ POINTS = {
     "optimizer": ("slime.backends.fsdp.backend:FSDPBackend._apply", True),
     "megatron's optimizer": ("slime.backends.megatron.backend:MegatronBackend._apply", True),
     "push": ("slime.weight_sync.shared_memory:SharedMemorySender.send", True),
+    "any push": ("slime.cluster.training.rank_sender:RankSender._stream", False),
     "checkpoint": ("slime.backends.fsdp.dcp_checkpoint:_write", True),
     "checksums": ("slime.cluster.training.train_actor:TrainActor.finish_save", False),
 }
-_TRAPS = "SLIME_TEST_TRAPS"
+TRAPS = "SLIME_TEST_TRAPS"
 
 
 class TrappedRank(RankProcess):
@@ -37,7 +41,7 @@ class TrappedRank(RankProcess):
 
     def __init__(self, args, run, rank, world_size):
         super().__init__(args, run, rank, world_size)
-        for trap in json.loads(os.environ[_TRAPS]):
+        for trap in json.loads(os.environ[TRAPS]):
             if trap.get("rank", 0) == rank:
                 set_trap(trap)
 
@@ -69,7 +73,10 @@ def strike(trap: dict) -> None:
         raise ValueError("a mistake in a loss")
     if note.exists():
         return
-    note.write_text(str(os.getpid()))
+    waits = trap.get("how") == "wait"
+    note.write_text(socket.gethostname() if waits else str(os.getpid()))
+    if waits:
+        threading.Event().wait()
     if trap.get("how", "").endswith("copies"):
         damage_copies(trap["how"].split()[0])
         trap = {}
@@ -87,7 +94,7 @@ def damage_copies(how: str) -> None:
 
 
 def main() -> None:
-    os.environ[_TRAPS], script, flags = sys.argv[1], sys.argv[2], sys.argv[3:]
+    os.environ[TRAPS], script, flags = sys.argv[1], sys.argv[2], sys.argv[3:]
     importlib.import_module("slime.cluster.training.train_group").RankProcess = TrappedRank
     module = "slime.cli.train_async" if "async" in script else "slime.cli.train"
     raise SystemExit(importlib.import_module(module).main(flags) or 0)

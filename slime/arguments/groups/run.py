@@ -36,8 +36,8 @@ class RunFlags:
     dry_run: bool = flag(False, "check settings, model, data, reward and machine, and start nothing")
     skip_preflight: list[str] = flag(
         [],
-        "checks before the start to skip: of the reward, of lengths, or of the machine",
-        choices=("reward", "lengths", "machine"),
+        "checks before the start to skip: of the reward, of lengths, of the machine, or of other hosts",
+        choices=("reward", "lengths", "machine", "hosts"),
     )
     run_dir: str | None = flag(
         None, "folder of this run only. Default: runs/<model>-<seed>, or the next free name"

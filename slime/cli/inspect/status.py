@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,12 +21,15 @@ from slime.observability.terminal.terminal import Terminal
 from slime.observability.tracking import read_metrics
 from slime.utils.files.folder_lock import holder_here, is_locked
 from slime.utils.files.run_file import METRICS_FILE, RunRecord
+from slime.utils.machine.children import last_lines
 from slime.utils.printable import printable
 
 _EVERY_S = 2.0
 _LIVE = ("running", phases.PAUSED)
 _LATE_S = 10.0  # an older table of waits is shown with its age
 _SHOWN_WAITS = 12
+_SHOWN_PROBLEMS, _PROBLEM_CHARACTERS, _LOG_LINES = 3, 300, 10_000
+_PROBLEM = re.compile(r" - (?:WARNING|ERROR): (?!advice: |before the start: )(.*)")
 _SHOWN = (
     ("reward", "rollout/raw_reward", "{:.4g}"),
     ("response length", "rollout/response_len/mean", "{:.0f} tokens"),
@@ -166,9 +170,17 @@ def _lines(
     lines += [f"  {key} {values[key]:.4g}" for key in progress.evals]
     if record.last.restarts:
         lines.append(f"  {record.last.restarts_text}")
+    lines += _problem_lines(run)
     if record.last.checkpoints:
         lines.append(f"  checkpoints in {record.last.checkpoints}")
     return lines, dict(values)
+
+
+def _problem_lines(run: Path) -> list[str]:
+    """List the last evictions, restarts and errors of any process, which the driver has logged."""
+    log = last_lines(run / "logs" / "driver.log", _LOG_LINES)
+    found = [f"    {text[:_PROBLEM_CHARACTERS]}" for text in _PROBLEM.findall(log)]
+    return ["  last warnings and errors in logs/driver.log:", *found[-_SHOWN_PROBLEMS:]] if found else []
 
 
 def _how_far(progress: Progress, state: str) -> str:

@@ -15,7 +15,7 @@ from slime.arguments import Args
 from slime.cluster.checkpoints.checkpoint import resolve_load
 from slime.cluster.run_opening import compare_inputs, digest_inputs, refuse_taken
 from slime.preflight.findings import Finding, error_of
-from slime.utils.errors import FolderInUse, RunStopped
+from slime.utils.errors import FolderInUse, RunStopped, host_of
 from slime.utils.files.folder_lock import FolderLock, refuse_locked
 from slime.utils.files.run_file import resumption_of, run_of_folder
 from slime.utils.files.step_folders import same_folder, step_folders
@@ -130,7 +130,8 @@ def disk_error(error: BaseException, folder: Path) -> str | None:
     found = _find_os_error(error, _DISK_ERRORS)
     if found is None and _is_full(folder):
         found = _FULL
-    return None if found is None else _why(found)
+    host = host_of(error)
+    return None if found is None else _why(found) + (f" on {host}" if host is not None else "")
 
 
 def _find_os_error(error: BaseException, numbers: Sequence[int]) -> OSError | None:

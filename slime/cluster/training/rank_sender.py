@@ -16,7 +16,7 @@ from slime.catalog.transports import TRANSPORTS
 from slime.engines.external import read_address
 from slime.utils.errors import RunStopped
 from slime.utils.http_utils import is_loopback
-from slime.utils.machine.ports import address_towards, get_host_info
+from slime.utils.machine.ports import address_towards
 from slime.utils.machine.run_identity import LOOPBACK, Run
 from slime.utils.misc import load_function
 from slime.utils.models.finite import first_non_finite
@@ -110,7 +110,7 @@ class RankSender:
     def _own_address(self) -> str:
         """Return the address by which engines reach this rank; loopback where all are on this machine."""
         if self._run.host != LOOPBACK:
-            return self._run.host if self._rank == 0 else get_host_info()[1]
+            return self._run.own_host
         hosts = (urlsplit(url).hostname or LOOPBACK for url in self._engine_urls)
         elsewhere = next((host for host in hosts if not is_loopback(host)), None)
         return address_towards(elsewhere) if elsewhere is not None else LOOPBACK

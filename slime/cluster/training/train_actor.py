@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slime.arguments import Args, PluginArgs, RunInfo, plugin_args
+from slime.arguments.core.draft import is_given
 from slime.backends import create_backend
 from slime.backends.base import Layout
 from slime.backends.shared.microbatch import build_micro_batches
@@ -38,7 +39,7 @@ from slime.utils.async_utils import in_background
 from slime.utils.files.checksums import FileRecord, find_damage, record_files
 from slime.utils.files.machine_copies import CopyPlace, complete, make_room, spread
 from slime.utils.machine import accelerator
-from slime.utils.machine.process_groups import limit_every_group, open_store, prefer_interface_towards
+from slime.utils.machine.process_groups import limit_every_group, open_store, prefer_interface_of
 from slime.utils.machine.run_identity import Run
 from slime.weight_sync.base import WeightBundle
 
@@ -78,14 +79,20 @@ class RankProcess:
             self._store = dist.TCPStore(self._run.host, store_port, self._world_size, is_master=False)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        prefer_interface_towards(self._run.host)
+        prefer_interface_of(self._run.own_host)
         dist.init_process_group(
-            self._args.distributed_backend or accelerator.process_group_backend(),
+            self._backend_of_groups(),
             store=self._store,
             rank=self._rank,
             world_size=self._world_size,
             timeout=self._timeout,
         )
+
+    def _backend_of_groups(self) -> str:
+        """Return what --distributed-backend names, or what suits this rank: the driver may have no GPU."""
+        if is_given(self._args.sources["distributed_backend"]):
+            return self._args.distributed_backend
+        return "nccl" if self._device.type == "cuda" else "gloo"
 
     def warm_up(self) -> None:
         """Prepare for the model what is possible while others hold the device."""
@@ -163,6 +170,10 @@ class TrainActor:
     @property
     def layout(self) -> Layout:
         return self._backend.layout
+
+    def has_bfloat16(self) -> bool:
+        """Return whether this rank's device computes in bfloat16; the driver may have another, or none."""
+        return accelerator.has_bfloat16()
 
     def _args_of_plugins(self, num_rollout: int | None) -> PluginArgs:
         info = RunInfo(self._run.run_id, str(self._run.run_dir), num_rollout=num_rollout)

@@ -86,7 +86,8 @@ class RankProcesses:
         env = {**thread_environment(threads), **network_environment(self._run.host)}
         env |= {name: str(value) for name, value in (args.train_env_vars or {}).items()}
         spec = WorkerSpec(f"trainer-{rank}", slot=self._slots[rank], env=env)
-        return self._runtime.spawn(spec, RankProcess, args, self._run, rank, len(self._slots))
+        run = replace(self._run, own_host=self._slots[rank].host)
+        return self._runtime.spawn(spec, RankProcess, args, run, rank, len(self._slots))
 
     def find_damage(self, folder: Path, files: Mapping[str, FileRecord]) -> list[str]:
         """Return which files of a checkpoint are damaged; the ranks share the reading."""

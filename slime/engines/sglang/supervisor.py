@@ -36,7 +36,7 @@ class PortHold:
     """
 
     def __init__(self, host: str, port: int):
-        self._socket = socket.socket()
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind((host, port))
         self.port = self._socket.getsockname()[1]
@@ -80,7 +80,8 @@ class Supervisor:
     def _serves(self, port: int) -> bool:
         """Return True once the server generates a token (or its probe succeeds)."""
         try:
-            url = f"http://{self._options.host}:{port}{self._options.probe}"
+            host = self._options.host
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}{self._options.probe}"
             with urllib.request.urlopen(url, timeout=30) as answer:
                 return bool(answer.status == 200)
         except OSError:

@@ -28,11 +28,6 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def process_group_backend() -> str:
-    """Return the backends of process groups: CPU tensors need gloo even on a GPU machine."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
 def drain_peak_memory() -> int | None:
     """Return the most bytes in use on this process's device since the last call; None on a CPU.
 

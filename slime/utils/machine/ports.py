@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import random
 import socket
 from pathlib import Path
@@ -11,6 +12,10 @@ import psutil
 
 _LOWEST_IN_A_ROW = 20_000  # below are the ports of many services, and of Ray's workers
 _TRIES = 200
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+# Libraries that choose a network interface by themselves, and how each is given the name of one; NCCL takes
+# a name without "=" as the beginning of names.
+_INTERFACE_OF = {GLOO_INTERFACE: "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
 
 def find_available_port(base_port: int = 0) -> int:
@@ -30,7 +35,7 @@ def find_available_port(base_port: int = 0) -> int:
 
 def is_port_available(port: int, host: str = "") -> bool:
     """Return whether a server may listen there now. `host`: an address of this machine; empty: all."""
-    with _bindable() as probe:
+    with _bindable(host) as probe:
         try:
             probe.bind((host, port))
         except OSError:
@@ -44,7 +49,7 @@ def hold_port(host: str, port: int = 0) -> socket.socket | None:
     It is bound and never listens: a server that asks for this port gets it, while the system gives it to
     nobody who asks for any port, nor to a connection. None: it is taken, or this system knows no such thing.
     """
-    held = _bindable()
+    held = _bindable(host)
     try:
         held.bind((host, port))
     except OSError:
@@ -79,10 +84,28 @@ def hold_ports_in_a_row(host: str, count: int) -> list[socket.socket]:
     raise OSError(f"{host} has no {count} free ports in a row between {_LOWEST_IN_A_ROW} and {end}")
 
 
-def _bindable() -> socket.socket:
-    made = socket.socket()
+def _bindable(host: str) -> socket.socket:
+    made = socket.socket(family_of(host))
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return made
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the version of the Internet Protocol of an address; a name counts as version 4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def with_port(host: str, port: int | str) -> str:
+    """Return `host:port` as it stands in a URL, where an address of version 6 has brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches the address. A host name counts as reachable by others."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def get_host_info() -> tuple[str, str]:
@@ -102,9 +125,22 @@ def address_towards(host: str) -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the name of the network interface that leads to `host`; None: it is not known."""
+    """Return the name of the network interface that leads to `host`; None: it is not known.
+
+    That of this machine's own address is the interface which has that address.
+    """
     address = address_towards(host)
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             return name
     return None
+
+
+def interface_environment(address: str) -> dict[str, str]:
+    """Return the environment with which process groups use the interface that has this host's `address`.
+
+    By themselves, gloo takes the address of the machine's name, which may be loopback, and NCCL the first
+    interface, which other hosts may not reach. Empty: `address` is loopback, or no interface is known.
+    """
+    interface = None if is_loopback(address) else interface_towards(address)
+    return {name: form.format(interface) for name, form in _INTERFACE_OF.items()} if interface else {}

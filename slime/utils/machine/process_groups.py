@@ -12,11 +12,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
-from slime.utils.http_utils import is_loopback
-from slime.utils.machine.ports import interface_towards
+from slime.utils.machine.ports import (
+    GLOO_INTERFACE,
+    family_of,
+    interface_environment,
+    interface_towards,
+    is_loopback,
+)
 
 LOOPBACK = "127.0.0.1"
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = None) -> TCPStore:
@@ -25,7 +29,7 @@ def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = 
     It listens at the address `host` alone: by default torch listens on every interface, and the store has no
     access control.
     """
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = socket.create_server((host, 0), family=family_of(host))
     options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.fileno()}
     options |= {} if timeout is None else {"timeout": timeout}
     store = TCPStore(host, listener.getsockname()[1], world_size, True, **options)
@@ -35,14 +39,13 @@ def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = 
 
 def network_environment(host: str) -> dict[str, str]:
     """Return the environment that keeps ranks at loopback on it, whatever the host name resolves to."""
-    return {_GLOO_INTERFACE: "lo"} if host == LOOPBACK and os.path.isdir("/sys/class/net/lo") else {}
+    return {GLOO_INTERFACE: "lo"} if host == LOOPBACK and os.path.isdir("/sys/class/net/lo") else {}
 
 
-def prefer_interface_towards(host: str) -> None:
-    """Create groups over the interface that leads to `host`; what the user has set stays."""
-    interface = None if is_loopback(host) else interface_towards(host)
-    if interface is not None:
-        os.environ.setdefault(_GLOO_INTERFACE, interface)
+def prefer_interface_of(address: str) -> None:
+    """Create groups over the interface that has this host's `address`; what the user has set stays."""
+    for name, value in interface_environment(address).items():
+        os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
@@ -52,18 +55,18 @@ def reaching(host: str) -> Iterator[None]:
 
     Gloo by itself takes the address of the machine's name, which may be loopback or unknown.
     """
-    before = os.environ.get(_GLOO_INTERFACE)
+    before = os.environ.get(GLOO_INTERFACE)
     interface = interface_towards(host) if before in (None, "lo") and not is_loopback(host) else None
     if interface is None:
         yield
         return
-    os.environ[_GLOO_INTERFACE] = interface
+    os.environ[GLOO_INTERFACE] = interface
     try:
         yield
     finally:
-        os.environ.pop(_GLOO_INTERFACE)
+        os.environ.pop(GLOO_INTERFACE)
         if before is not None:
-            os.environ[_GLOO_INTERFACE] = before
+            os.environ[GLOO_INTERFACE] = before
 
 
 def stay_on_loopback() -> None:

@@ -41,7 +41,8 @@ class EngineToken:
 class Run:
     """A run. `host`: the host of the trainer's first rank. `num_starts`: one more with each resumption.
 
-    `inputs`: digests of the files that define the run, by name.
+    `own_host`: the host of the rank that has this object, by the address that the scheduler knows. `inputs`:
+    digests of the files that define the run, by name.
     """
 
     run_id: str
@@ -49,6 +50,7 @@ class Run:
     shm_prefix: str
     num_starts: int = 1
     host: str = LOOPBACK
+    own_host: str = LOOPBACK
     engine_token: EngineToken = field(default_factory=EngineToken.make)
     inputs: dict[str, str] = field(default_factory=dict, repr=False)
 

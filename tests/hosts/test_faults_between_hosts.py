@@ -1,0 +1,261 @@
+"""Faults between hosts: the run goes on or ends with host and cause; nothing is lost or trained twice."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from loop_helpers import flags, make_world, series
+from network_hosts import ROOT, Host, environment, join_ray, network_hosts, ray_on
+from patience import eventually
+from trapped_rank import TRAPS
+
+from slime.record import RECORD_FILE
+from slime.record.audit import audit
+from slime.utils.files.run_file import read_run
+from tests.crash.chains import metric_names, same, weights_of
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(3600)]
+
+LONG_S = 1800.0
+RUN = {
+    "runtime": "ray",
+    "actor_num_nodes": 2,
+    "actor_num_gpus_per_node": 1,
+    "rollout_num_gpus": 2,
+    "num_rollout": 4,
+    "rollout_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "global_batch_size": 4,
+    "rollout_max_response_len": 6,
+    "deterministic_mode": True,
+    "save_interval": 2,
+    "skip_preflight": ["reward", "lengths", "machine"],
+}
+
+
+@dataclass
+class Scene:
+    """A run on hosts, and what a test does to them. The first host is the driver's."""
+
+    hosts: list[Host]
+    world: Path
+    run: str
+    process: subprocess.Popen
+
+    @property
+    def shown(self) -> str:
+        return (self.world / f"{self.run}.out").read_text()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        eventually(lambda: condition() or self.process.poll() is not None, LONG_S)
+        assert self.process.poll() is None, self.shown[-8000:]
+
+    def until_shown(self, words: str) -> None:
+        self.until(lambda: words in self.shown)
+
+    def trapped(self, number: int = 0) -> Host:
+        """Wait for the rank that waits in its trap; return its host."""
+        note = self.world / f"{self.run}.struck-{number}"
+        self.until(lambda: note.exists() and note.read_text())
+        return self.host(note.read_text())
+
+    def host(self, name: str) -> Host:
+        return next(host for host in self.hosts if host.name == name)
+
+    def end(self) -> int:
+        return self.process.wait(LONG_S)
+
+
+@contextlib.contextmanager
+def scene(world: Path, run: str, number: int = 2, traps=(), ray=None, **changes) -> Iterator[Scene]:
+    """Start a run on hosts that share `world`; whatever it left is ended.
+
+    `ray`: the environment of all processes on hosts but the first.
+    """
+    notes = [str(world / f"{run}.struck-{number}") for number in range(len(traps))]
+    traps = [{"rank": 1, "how": "wait", **t, "note": note} for t, note in zip(traps, notes, strict=True)]
+    values = {**RUN, "save": world / f"{run}-ckpt", "train_env_vars": None, **changes}
+    values["train_env_vars"] = json.dumps({TRAPS: json.dumps(traps)})
+    with network_hosts(number, shared=world) as hosts, ray_on(hosts, **(ray or {})) as address:
+        line = [sys.executable, str(ROOT / "tests/support/trapped_rank.py"), json.dumps(traps), "train.py"]
+        env = [f"{k}={v}" for k, v in {**environment(), "RAY_ADDRESS": address}.items()]
+        line = hosts[0].command("env", "-C", str(world), *env, *line, *flags(world, run, **values))
+        with open(world / f"{run}.out", "w") as out:
+            process = subprocess.Popen(line, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        try:
+            yield Scene(hosts, world, run, process)
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return make_world(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def calm(world) -> Path:
+    """The world, in which the run `calm` met no fault."""
+    with scene(world, "calm") as calm:
+        assert calm.end() == 0, calm.shown[-8000:]
+    return world
+
+
+def assert_conserved(world: Path, run: str) -> None:
+    """What was handed out has one end each, and no step was trained twice."""
+    found = audit(world / run / RECORD_FILE, finished=True)
+    assert found.violations == []
+    assert len(series(world, run, "train/loss")) == RUN["num_rollout"]
+
+
+def assert_same_end(world: Path, run: str) -> None:
+    assert_conserved(world, run)
+    names = metric_names(world, "calm")
+    assert names == metric_names(world, run)
+    for name in names:
+        assert same(series(world, run, name), series(world, "calm", name)), name
+    assert weights_of(world / f"{run}-ckpt") == weights_of(world / "calm-ckpt")
+    ours, theirs = (audit(world / name / RECORD_FILE, finished=True) for name in (run, "calm"))
+    assert (ours.digest, ours.steps) == (theirs.digest, theirs.steps)
+
+
+KILLS = {
+    "in a push": {"point": "any push", "nth": 1},  # the first one: there is no checkpoint yet
+    "in the first step": {"point": "backward", "nth": 1},
+    "in training": {"point": "optimizer", "nth": 2},
+    "in a checkpoint": {"point": "checkpoint", "nth": 1},
+}
+
+
+def test_a_host_that_dies_four_times_and_comes_back_changes_nothing(calm):
+    with scene(calm, "killed", traps=KILLS.values()) as seen:
+        for number in range(len(KILLS)):
+            lost = seen.trapped(number)
+            assert lost is seen.hosts[1]
+            lost.kill()
+            lost.boot()
+            join_ray(lost, seen.hosts[0])
+        assert seen.end() == 0, seen.shown[-8000:]
+    assert len(read_run(calm / "killed").last.restarts) == len(KILLS), seen.shown[-8000:]
+    assert "engine-1 is ready again" in seen.shown, seen.shown[-8000:]
+    assert_same_end(calm, "killed")
+
+
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+int clock_gettime(clockid_t which, struct timespec *at) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(which, at);
+    if (which == CLOCK_REALTIME) at->tv_sec += 3600;
+    return code;
+}
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at) *at = now.tv_sec;
+    return now.tv_sec;
+}
+int gettimeofday(struct timeval *at, void *zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    at->tv_sec = now.tv_sec;
+    at->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+"""
+
+
+def one_hour_ahead(folder: Path) -> dict[str, str]:
+    """An environment in which programs read a clock that is an hour ahead."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("a wrong clock on one host needs a C compiler here")
+    (folder / "clock.c").write_text(CLOCK)
+    library = folder / "clock.so"
+    line = [compiler, "-shared", "-fPIC", "-o", str(library), str(folder / "clock.c"), "-ldl"]
+    subprocess.run(line, check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+@contextlib.contextmanager
+def ten_times_slower(host: Host) -> Iterator[None]:
+    """Let the programs of a host run for a tenth of the time."""
+    ended = threading.Event()
+
+    def slow() -> None:
+        while not ended.is_set():
+            for number, seconds in ((signal.SIGSTOP, 0.45), (signal.SIGCONT, 0.05)):
+                for process in host.processes:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.send_signal(number)
+                ended.wait(seconds)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for process in host.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+
+
+def test_faults_that_pass_change_nothing(calm):
+    """A wrong clock and a full disk from the start; then no network for 30 s; then a host that is slow."""
+    with scene(calm, "passing", ray=one_hour_ahead(calm)) as seen:
+        other = seen.hosts[1]
+        other.run("sh", "-c", "cat /dev/zero > /tmp/filler")
+        seen.until_shown("step 1/")
+        other.cut()
+        time.sleep(30.0)  # the fault itself
+        other.heal()
+        with ten_times_slower(other):
+            seen.until_shown("step 3/")
+        assert seen.end() == 0, seen.shown[-8000:]
+    assert "its clock is 3" in seen.shown and "s off the driver's" in seen.shown, seen.shown
+    assert "/tmp has 0 MiB left" in seen.shown, seen.shown
+    assert_same_end(calm, "passing")
+
+
+def test_packets_that_are_late_or_lost_change_nothing(calm):
+    with scene(calm, "lossy") as seen:
+        seen.hosts[1].worsen("delay", "50ms", "loss", "1%")
+        assert seen.end() == 0, seen.shown[-8000:]
+    assert_same_end(calm, "lossy")
+
+
+def test_copies_of_a_lost_host_are_on_its_neighbour_and_fewer_ranks_go_on(calm):
+    trap = {"point": "optimizer", "nth": 3}
+    with scene(calm, "elastic", traps=[trap], elastic=True, peer_copies=1, save_interval=100) as seen:
+        lost = seen.trapped()
+        lost.kill()
+        assert seen.end() == 0, seen.shown[-8000:]
+    assert "training continues on 1 rank(s)" in seen.shown
+    [restart] = read_run(calm / "elastic").last.restarts
+    assert restart["begins_from"].startswith("its state after step 2"), restart
+    assert f"trainer-1 on {lost.name} ({lost.address})" in restart["cause"], restart
+    assert_conserved(calm, "elastic")
+
+
+def test_a_lost_host_that_nobody_replaces_ends_the_run_with_its_name(calm):
+    """The network stays away, so that nobody sees an end, only silence."""
+    times = "worker-silence=10,restart-wait=5,engine-silence=10,host=30"
+    with scene(calm, "alone", num_rollout=200, timeouts=times) as seen:
+        lost = seen.hosts[1]
+        seen.until_shown("step 2/")
+        lost.cut()
+        assert seen.end() == 1, seen.shown[-8000:]
+    assert f"({lost.address})" in seen.shown and "has 1 machine(s) for 1" in seen.shown, seen.shown[-8000:]
+    assert audit(calm / "alone" / RECORD_FILE, finished=False).violations == []
