@@ -2,8 +2,12 @@
 
 import contextlib
 import json
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
