@@ -11,7 +11,8 @@ DEADLINES: dict[str, NamedNumber] = {
     "judge": NamedNumber(120, "one judgement, all retries included", gt=0),
     "env": NamedNumber(60, "one call of an environment", gt=0),
     "episode": NamedNumber(0, "one episode, which then ends with the turns it has; 0: no limit", ge=0),
-    "engine-start": NamedNumber(300, "until a starting engine serves requests", gt=0),
+    "engine-start": NamedNumber(1800, "until a starting engine serves requests", gt=0),
+    "trainer-start": NamedNumber(3600, "until all trainer ranks have done a part of their start", gt=0),
     "engine-silence": NamedNumber(
         10, "without a heartbeat before an engine is replaced (x 12 while it computes); 0: never", ge=0
     ),

@@ -157,7 +157,7 @@ class EngineServer:
         try:
             waits.until(
                 self._is_ready,
-                f"start of {self.plan.name}",
+                f"start of {self.plan.name} on {self.plan.host}",
                 self.plan.start_timeout_s,
                 owner="engine fleet",
                 interval_s=0.02,

@@ -12,8 +12,10 @@ from typing import Concatenate, Generic
 from slime.arguments import Args
 from slime.backends.base import Layout
 from slime.batch.split import split_for_ranks
+from slime.catalog.deadlines import timeout_s
 from slime.cluster.training.train_actor import RankProcess, TrainActor
 from slime.liveness import phases
+from slime.liveness.waits import WaitTimeout
 from slime.runtime.base import Future, Handle, P, R, Renewable, Runtime, S, T, WorkerSpec, gather
 from slime.runtime.placement import Slot, cores_each
 from slime.step.step_report import StepReport
@@ -25,8 +27,8 @@ from slime.utils.machine.process_groups import network_environment
 from slime.utils.machine.run_identity import Run
 from slime.utils.types import RolloutBatch
 
-_START_DEADLINE_S = 1800.0
 _ASK_S = 10.0  # a rank whether it is there
+_NAMED = 4  # ranks in a message
 
 
 class TrainerLost(WorkerDied):
@@ -129,12 +131,29 @@ class RankProcesses:
     def _call(
         self, method: Callable[Concatenate[RankProcess, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        return gather(self._processes.begin(method, *args, **kwargs), _START_DEADLINE_S)
+        return self._wait(method.__name__, self._processes.begin(method, *args, **kwargs))
+
+    def _wait(self, phase: str, calls: list[Future[R]]) -> list[R]:
+        """Return the results of a part of the start; WaitTimeout names the ranks and hosts that are late."""
+        limit_s = timeout_s(self._args, "trainer-start")
+        try:
+            return gather(calls, limit_s)
+        except WaitTimeout as error:
+            pairs = zip(calls, self._slots, strict=False)
+            late = [f"trainer-{slot.index} on {slot.host}" for call, slot in pairs if not call.done()]
+            if not late:
+                raise  # a rank itself waited in vain
+            more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
+            raise WaitTimeout(
+                f"{', '.join(late[:_NAMED])}{more} did not finish `{phase}` of their start within "
+                f"{limit_s:g} s (RUN/logs has what they did); hosts that load Python or a model from a cold network file "
+                "system may need more: raise --timeouts trainer-start"
+            ) from error
 
     def _join(self) -> None:
         """Wait for the processes, which then join each other at a port of the first."""
         self._call(RankProcess.is_loaded)
-        port = self._processes.handles[0].call(RankProcess.open_store).result(_START_DEADLINE_S)
+        [port] = self._wait("open_store", [self._processes.handles[0].call(RankProcess.open_store)])
         self._call(RankProcess.join, port)
         self._joined = True
 
