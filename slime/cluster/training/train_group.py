@@ -146,8 +146,8 @@ class RankProcesses:
             more = f" and {len(late) - _NAMED} more" if len(late) > _NAMED else ""
             raise WaitTimeout(
                 f"{', '.join(late[:_NAMED])}{more} did not finish `{phase}` of their start within "
-                f"{limit_s:g} s (RUN/logs has what they did); hosts that load Python or a model from a cold network file "
-                "system may need more: raise --timeouts trainer-start"
+                f"{limit_s:g} s (RUN/logs has what they did); hosts that load Python or a model from a cold "
+                "network file system may need more: raise --timeouts trainer-start"
             ) from error
 
     def _join(self) -> None:
