@@ -1,9 +1,5 @@
 """Defines the errors that end a run for a reason its user can act on, and a few that others handle."""
 
-import re
-
-_IN_WORKER = re.compile(r"in \S+ on (.+):$", re.MULTILINE)
-
 
 class RunStopped(RuntimeError):
     """A run cannot continue, for a reason in the message: shown without a traceback, unlike a defect."""
@@ -35,14 +31,3 @@ class EngineResponseError(ValueError):
 
 class WorkerDied(RunStopped):
     """A process of the run ended while somebody waited for it."""
-
-
-def host_of(error: BaseException) -> str | None:
-    """Return the host of the process that raised an error; None: it was raised here, or is not known.
-
-    Handles of processes on other hosts note it.
-    """
-    for note in getattr(error, "__notes__", ()):
-        if (found := _IN_WORKER.match(note)) is not None:
-            return found[1]
-    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from slime.arguments import Args
 from slime.cluster.checkpoints.checkpoint import resolve_load
 from slime.cluster.run_opening import compare_inputs, digest_inputs, refuse_taken
 from slime.preflight.findings import Finding, error_of
-from slime.utils.errors import FolderInUse, RunStopped, host_of
+from slime.utils.errors import FolderInUse, RunStopped
 from slime.utils.files.folder_lock import FolderLock, refuse_locked
 from slime.utils.files.run_file import resumption_of, run_of_folder
 from slime.utils.files.step_folders import same_folder, step_folders
@@ -27,6 +28,7 @@ _FULL_BYTES = 1 << 20  # less than this is full: what failed to be written may h
 _FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _DISK_ERRORS = (*_NO_ROOM, errno.EIO, errno.EACCES, errno.EPERM)
+_IN_WORKER = re.compile(r"^in \S+ on (.+):$", re.MULTILINE)  # the note of a handle of another process
 
 
 def open_save_folder(args: Args) -> FolderLock:
@@ -130,8 +132,15 @@ def disk_error(error: BaseException, folder: Path) -> str | None:
     found = _find_os_error(error, _DISK_ERRORS)
     if found is None and _is_full(folder):
         found = _FULL
-    host = host_of(error)
+    host = _host_of(error)
     return None if found is None else _why(found) + (f" on {host}" if host is not None else "")
+
+
+def _host_of(error: BaseException) -> str | None:
+    """Return the host of the process that raised an error, as the handle of that process has noted it."""
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    found = _IN_WORKER.search(notes)
+    return found[1] if found is not None else None
 
 
 def _find_os_error(error: BaseException, numbers: Sequence[int]) -> OSError | None:
