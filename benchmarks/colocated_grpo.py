@@ -8,10 +8,13 @@ device memory in each phase.
 
     python benchmarks/colocated_grpo.py --shape tiny                     # embedded engine, any machine
     python benchmarks/colocated_grpo.py --shape 0.6b --engine sglang --sglang-python PATH    # one GPU
+    SLIME_RANKS_PER_GPU=2 python benchmarks/colocated_grpo.py --shape 0.6b --engine sglang --side-by-side \
+        --long-tail --asynchronous --update-weight-transport distributed   # both at once, by NCCL
 """
 
 import argparse
 import json
+import math
 import random
 import sys
 import tempfile
@@ -38,6 +41,7 @@ COLUMNS = {
     "rollout s": "perf/rollout_time",
     "pause s": "perf/update_weights_pause_time",
     "push s": "perf/update_weights_time",
+    "staleness": "rollout/staleness/mean",
     "rollout GiB": "perf/peak_memory_rollout_gib",
     "offload GiB": "perf/peak_memory_offload_gib",
     "train GiB": "perf/peak_memory_train_gib",
@@ -49,6 +53,17 @@ async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
     """The share of even token ids in the answer."""
     answer = sample.tokens[len(sample.tokens) - sample.response_length :]
     return sum(token % 2 == 0 for token in answer) / max(1, len(answer))
+
+
+async def generate_long_tail(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """An answer of log-normal length, the same for a sample in every run; the longest are cut."""
+    from slime.rollout.sglang_rollout import generate as usual
+
+    limit = sampling_params["max_new_tokens"]
+    drawn = random.Random(sample.index).lognormvariate(math.log(limit / 8), 1.0)
+    return await usual(
+        args, sample, {**sampling_params, "max_new_tokens": min(limit, int(drawn) + 1), "ignore_eos": True}
+    )
 
 
 async def generate_whole(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
@@ -70,6 +85,13 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--whole-answers", action="store_true", help="every answer has --output-tokens: none ends by itself"
     )
+    parser.add_argument("--long-tail", action="store_true", help="lengths of answers are log-normal")
+    parser.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="engine and trainer at once, each with a device of its own",
+    )
+    parser.add_argument("--asynchronous", action="store_true", help="the loop of train_async.py")
     parser.add_argument("--lr", type=float, help="default: by shape")
     parser.add_argument("--fp8-folder", action="store_true", help="start from the model as an FP8 checkpoint")
     parser.add_argument(
@@ -112,8 +134,12 @@ def flags(options: argparse.Namespace, folder: Path) -> list[str]:
     }
     if options.whole_answers:
         settings["--custom-generate-function-path"] = f"{__file__}:generate_whole"
+    if options.long_tail:
+        settings["--custom-generate-function-path"] = f"{__file__}:generate_long_tail"
+    if options.side_by_side:
+        settings["--rollout-num-gpus"] = 1
     words = [str(token) for item in settings.items() for token in item]
-    return [*words, "--colocate", "--use-dynamic-batch-size"]
+    return [*words, *([] if options.side_by_side else ["--colocate"]), "--use-dynamic-batch-size"]
 
 
 def take_all_but(gib: float) -> Any:
@@ -154,7 +180,10 @@ def main() -> int:
     if options.device_gib and not device_count():
         sys.exit("--device-gib takes memory of a GPU, and torch finds none on this machine")
     # Only now: the loop brings the trainer and the engines, which --help need not wait for.
-    from slime.loop import train
+    if options.asynchronous:
+        from slime.loop_async import train
+    else:
+        from slime.loop import train
 
     with tempfile.TemporaryDirectory() as name:
         with user_errors():
