@@ -237,6 +237,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
             _join_or_start()
         self._driver_node: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[str] = [self._driver_node]  # of each machine of the plan
+        self._missing: set[int] = set()  # machines that did not answer when they were last needed
         self._group: PlacementGroup | None = None
         self._gpu_ids: list[tuple[int, ...]] = []  # of each machine, as they were claimed
 
@@ -246,7 +247,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__(state["_run_dir"], state["_silence_limit_s"])
-        self.__dict__.update(state, _owns_ray=False, _group=None)
+        self.__dict__.update(state, _owns_ray=False, _group=None, _missing=set())
 
     def gpus_of_machine(self) -> int:
         """Return what Ray knows: the driver's machine may have no GPU, as the head of a cluster often is."""
@@ -309,6 +310,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         """Replace each machine that does not answer by one that does and is not in use."""
         used = sorted({slot.machine for slot in slots})
         found = self._probe_machines(used) if self._group is not None else self._spare_nodes(used)
+        self._missing = {machine for machine, node in found.items() if node is None}
         return [self._settle(slot, found[slot.machine]) for slot in slots]
 
     def _spare_nodes(self, machines: Sequence[int]) -> dict[int, _Found | None]:
@@ -370,7 +372,8 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
 
     @property
     def _other_nodes(self) -> list[dict[str, Any]]:
-        ours = set(self._nodes) - {self._driver_node}
+        used = {node for machine, node in enumerate(self._nodes) if machine not in self._missing}
+        ours = used - {self._driver_node}
         return [node for node in _alive_nodes() if node["NodeID"] in ours]
 
     def ask_other_hosts(
@@ -402,9 +405,10 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
     def _node_of(self, slot: Slot) -> str:
         """Return the node of a slot; a machine that has come back is another node at the same address."""
         known, addresses = self._nodes[slot.machine], _addresses()
-        if known in addresses:
-            return known
-        return next((node for node, address in addresses.items() if address == slot.host), known)
+        found = [node for node, address in addresses.items() if node == known or address == slot.host]
+        if not found:
+            raise WorkerDied(f"the host {slot.host} is not in the Ray cluster")
+        return known if known in found else found[0]
 
     def dump_stacks(self) -> list[str]:
         handles = self._living()

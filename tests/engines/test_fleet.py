@@ -155,6 +155,26 @@ def test_the_others_go_on_when_a_machine_is_lost(make):
         fleet.fleet.failure.result(PATIENCE_S)
 
 
+def test_an_engine_of_a_lost_machine_returns_with_it(make, monkeypatch, caplog):
+    monkeypatch.setattr("slime.engines.fleet._MACHINE_POLL_S", 0.05)
+    fleet = make(size=2)
+    urls = fleet.start()
+    server, launches = fleet.servers[1], []
+    start = server.launch
+
+    def lost_for_a_while() -> object:
+        launches.append("")
+        if len(launches) < 4:
+            raise MachineLost("no answer from 10.0.0.9")
+        return start()
+
+    server.launch = lost_for_a_while
+    fleet.kill(1)
+    eventually(lambda: fleet.fleet.num_restarts == 1)
+    assert fleet.fleet.is_alive(urls[1]) and fleet.fleet.urls == urls
+    assert caplog.text.count("the run continues with the other engines until its machine is back") == 1
+
+
 def test_an_engine_that_cannot_start_again_counts_as_dying(make):
     fleet = make(limit=2)
     fleet.start()

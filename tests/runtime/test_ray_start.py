@@ -2,7 +2,8 @@
 
 import pytest
 
-from slime.utils.errors import RunStopped
+from slime.runtime.placement import Slot
+from slime.utils.errors import RunStopped, WorkerDied
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +85,30 @@ def test_the_devices_of_a_cluster_count_and_not_those_of_the_driver(on_ray, monk
     runtime._host_timeout_s = 0.0
     assert runtime.gpus_of_machine() == 8
     assert (runtime.find_machines(1), runtime.find_machines(1, 8)) == (3, 2)
+
+
+def test_a_machine_that_did_not_answer_is_not_asked_when_the_others_go_on(on_ray, monkeypatch):
+    """Ray takes a while to notice that a machine is gone, and counts it until then."""
+    nodes = [
+        {"NodeID": node, "NodeManagerHostname": node, "NodeManagerAddress": address}
+        for node, address in (("head", "10.0.0.1"), ("other", "10.0.0.2"))
+    ]
+    monkeypatch.setattr(on_ray, "_alive_nodes", lambda: nodes)
+    monkeypatch.setattr(on_ray, "_answering", lambda asked: ["head"])
+    runtime = on_ray.RayRuntime.__new__(on_ray.RayRuntime)
+    runtime._driver_node, runtime._nodes = "head", ["head", "other"]
+    runtime._group, runtime._gpu_ids = None, []
+    runtime._missing = set()
+    assert runtime.other_hosts == ("other (10.0.0.2)",)
+    assert [slot and slot.machine for slot in runtime.relocate([Slot(0), Slot(1, machine=1)])] == [0, None]
+    assert runtime.other_hosts == ()
+
+
+def test_a_host_that_came_back_is_another_node_with_its_address(on_ray, monkeypatch):
+    runtime = on_ray.RayRuntime.__new__(on_ray.RayRuntime)
+    runtime._nodes, slot = ["head", "other"], Slot(1, machine=1, host="10.0.0.2")
+    monkeypatch.setattr(on_ray, "_addresses", lambda: {"head": "10.0.0.1", "again": "10.0.0.2"})
+    assert runtime._node_of(slot) == "again"
+    monkeypatch.setattr(on_ray, "_addresses", lambda: {"head": "10.0.0.1"})
+    with pytest.raises(WorkerDied, match=r"the host 10\.0\.0\.2 is not in the Ray cluster"):
+        runtime._node_of(slot)

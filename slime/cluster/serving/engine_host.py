@@ -68,7 +68,10 @@ class HostedEngine:
                 self._end.result(self._answer_s)
             except WorkerDied:
                 self._owner.kill()  # one that only keeps silent still has the engine, and its port
-                self._owner = self._own(self._serving.port)
+                try:
+                    self._owner = self._own(self._serving.port)
+                except WorkerDied as error:
+                    raise MachineLost(str(error)) from error
         try:
             meeting_point = self._owner.call(EngineServer.launch, meeting_point).result(self._answer_s)
         except waits.WaitTimeout as error:
