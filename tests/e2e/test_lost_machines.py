@@ -54,7 +54,7 @@ def assert_same_losses(world, run):
 def test_an_elastic_trainer_goes_on_with_the_rank_that_is_left(world, monkeypatch):
     code, said = lose_a_machine(world, "elastic", monkeypatch, elastic=True)
     assert code == 0, said[-6000:]
-    assert "the trainer needs 2 ranks on 2 machine(s)" in said and "goes on with 1 rank(s)" in said
+    assert "the trainer needs 2 ranks on 2 machine(s)" in said and "continues on 1 rank(s)" in said
     assert_same_losses(world, "elastic")
 
 
