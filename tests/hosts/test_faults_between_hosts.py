@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from loop_helpers import flags, make_world, series
-from network_hosts import ROOT, Host, environment, join_ray, network_hosts, ray_on
+from network_hosts import ROOT, Host, environment, join_ray, network_hosts, ray_on, slow_cable
 from patience import eventually
 from trapped_rank import TRAPS
 
@@ -152,30 +152,26 @@ def test_a_host_that_dies_four_times_and_comes_back_changes_nothing(calm):
     assert_same_end(calm, "killed")
 
 
+# Python alone is ahead: C++ compares the clock with that of the kernel, which is right.
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <sys/time.h>
+#include <string.h>
 #include <time.h>
+#include <unistd.h>
+static int is_python;
+__attribute__((constructor)) static void look(void) {
+    char path[4096] = "";
+    is_python = readlink("/proc/self/exe", path, sizeof path - 1) > 0 && strstr(path, "/python") != 0;
+}
 int clock_gettime(clockid_t which, struct timespec *at) {
     static int (*real)(clockid_t, struct timespec *);
     if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
     int code = real(which, at);
-    if (which == CLOCK_REALTIME) at->tv_sec += 3600;
+    Dl_info caller;
+    if (which == CLOCK_REALTIME && is_python && dladdr(__builtin_return_address(0), &caller))
+        if (!strstr(caller.dli_fname, ".so") || strstr(caller.dli_fname, "libpython")) at->tv_sec += 3600;
     return code;
-}
-time_t time(time_t *at) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (at) *at = now.tv_sec;
-    return now.tv_sec;
-}
-int gettimeofday(struct timeval *at, void *zone) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    at->tv_sec = now.tv_sec;
-    at->tv_usec = now.tv_nsec / 1000;
-    return 0;
 }
 """
 
@@ -235,8 +231,9 @@ def test_faults_that_pass_change_nothing(calm):
 
 def test_packets_that_are_late_or_lost_change_nothing(calm):
     with scene(calm, "lossy") as seen:
-        seen.hosts[1].worsen("delay", "50ms", "loss", "1%")
-        assert seen.end() == 0, seen.shown[-8000:]
+        seen.until_shown("first push")
+        with slow_cable(seen.hosts[1], seen.hosts[:1], delay_s=0.05, loss=0.01):
+            assert seen.end() == 0, seen.shown[-8000:]
     assert_same_end(calm, "lossy")
 
 

@@ -31,11 +31,16 @@ echo booted; exec sleep infinity
 
 @dataclass(slots=True)
 class Host:
-    """A host that is up. `init`: its first process; `network`: its namespace; `script`: what it boots."""
+    """A host that is up. `init`: its first process; `network`: its namespace; `script`: what it boots.
+
+    `switch`, `port`: the namespace of the switch, and the end of its cable there.
+    """
 
     name: str
     address: str
     network: str
+    switch: str
+    port: str
     script: str
     init: subprocess.Popen = field(init=False)
 
@@ -63,13 +68,6 @@ class Host:
 
     def heal(self) -> None:
         _inside(self.network, "ip link set eth0 up", "ip route replace default dev eth0")
-
-    def worsen(self, *words: str) -> None:
-        """Delay or drop what it sends (`tc netem`); skips the test where the kernel cannot."""
-        line = [*_within(self.network), "tc", "qdisc", "add", "dev", "eth0", "root", "netem", *words]
-        done = subprocess.run(line, capture_output=True, text=True)
-        if done.returncode != 0:
-            pytest.skip(f"this kernel cannot slow a network down: {done.stderr.strip()}")
 
     @property
     def processes(self) -> list[psutil.Process]:
@@ -147,10 +145,34 @@ def _host(
         size = "64 nodad" if ":" in address else "24"
         _inside(net, f"ip addr add {address}/{size} dev eth0", "ip link set eth0 up", "ip link set lo up")
         _inside(net, f"ip {'-6 ' * (':' in address)}route add default dev eth0")
-        host = Host(f"host{number}", address, net, script)
+        host = Host(f"host{number}", address, net, switch, port, script)
         host.boot()
         stack.callback(host.kill)
         yield host
+
+
+@contextlib.contextmanager
+def slow_cable(host: Host, others: list[Host], delay_s: float, loss: float) -> Iterator[None]:
+    """Delay what a host sends and receives within the block, and lose a share of it."""
+    program = [sys.executable, str(Path(__file__).with_name("slow_cable.py"))]
+    for one in (host, *others):
+        subprocess.run([*_within(one.network), *program, "plain", "eth0"], check=True)
+    _inside(
+        host.switch,
+        f"ip link set {host.port} nomaster",
+        "ip link add slow0 type veth peer name slow1",
+        "ip link set slow1 master br0 up",
+        "ip link set slow0 up",
+    )
+    line = [*_within(host.switch), *program, host.port, "slow0", str(delay_s), str(loss)]
+    cable = subprocess.Popen(line)
+    try:
+        yield
+        assert cable.poll() is None, "the cable broke"
+    finally:
+        cable.kill()
+        cable.wait()
+        _inside(host.switch, f"ip link set {host.port} master br0", "ip link del slow0")
 
 
 @contextlib.contextmanager
