@@ -245,5 +245,5 @@ def test_a_member_of_a_named_enumeration_is_all_that_may_be_taken_by_name(of, na
 
 
 def test_half_a_pickle_is_a_sentence():
-    with pytest.raises(ValueError, match="no pickle that is whole"):
+    with pytest.raises(ValueError, match="not a complete pickle"):
         foreign_name(pickle.dumps([1, 2, 3])[:-2], set())

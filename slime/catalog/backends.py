@@ -10,20 +10,20 @@ class Backend:
     create: str
     help: str
     takes_megatron_flags: bool = False  # fields of Megatron's configuration, and flags of its layout
-    has_pipeline: bool = False  # ranks divide into pipeline stages too, by rules of the trainer's own
+    has_pipeline: bool = False  # ranks can be pipeline stages
     scores_split_samples: bool = False  # rm_loss works where context parallelism splits a sample
-    reads_kept_checkpoints: bool = False  # also for a model beside the policy, such as the reference
+    reads_kept_checkpoints: bool = False  # also for models other than the policy, such as the reference
     folder_per_machine: bool = False  # ranks of one checkpoint may write to folders of their own
     float32_on_cpu: bool = False  # whatever precision the model is stored in
-    # --dtype is that of the weights; masters in float32 stand in the optimizer.
+    # --dtype is that of the weights; the optimizer holds float32 master weights.
     weights_in_dtype: bool = False
     trains_transformers_model: bool = False  # its model is that of transformers, not a rewrite
     shares_prompts: bool = False  # a prompt of several samples in a micro-batch is computed once
-    skips_backward: bool = False  # of a micro-batch without a gradient
-    trains_heads: bool = False  # MTP heads of a checkpoint, which draft for the policy on an engine
+    skips_backward: bool = False  # no backward pass for a micro-batch without a gradient
+    trains_heads: bool = False  # trains MTP heads, with which an engine drafts tokens
     families: tuple[str, ...] | None = None  # model types that it builds; None: whatever transformers has
     package: str | None = None  # module that has to be installed
-    extra: str | None = None  # of slime, which installs it
+    extra: str | None = None  # the extra of slime-rl that installs it
 
 
 _REBUILT = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "mimo", "kimi_k2")

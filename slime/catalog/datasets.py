@@ -27,7 +27,7 @@ DATASET_FORMATS: dict[str, DatasetFormat] = {
     ".jsonl": DatasetFormat("slime.data.prompt_files.read_jsonl", "one JSON object per line"),
     ".json": DatasetFormat("slime.data.prompt_files.read_json", "a list of objects, or one object per line"),
     ".csv": DatasetFormat("slime.data.prompt_files.read_csv", "a table with the names of its columns on top"),
-    ".tsv": DatasetFormat("slime.data.prompt_files.read_csv", "the same, with tabs"),
+    ".tsv": DatasetFormat("slime.data.prompt_files.read_csv", "a table with tabs between its columns"),
     ".parquet": DatasetFormat(
         "slime.data.prompt_files.read_parquet", "a table, read with pyarrow", "pyarrow", "data"
     ),
@@ -53,13 +53,13 @@ def is_url(source: str) -> bool:
 
 
 def format_of(source: str) -> DatasetFormat | None:
-    """The row of the format that reads this source of prompts; None where nothing here reads it."""
+    """Return the format that reads this source of prompts; None: there is none."""
     prefix = next((prefix for prefix in (HUB, SOURCE) if source.startswith(prefix)), None)
     return DATASET_FORMATS.get(prefix or _ending(source))
 
 
 def _ending(source: str) -> str:
-    parts = urlsplit(source)  # without what stands behind a "?"
+    parts = urlsplit(source)  # without the query of an address
     return Path(parts.netloc + parts.path if is_url(source) else source).suffix.lower()
 
 
@@ -97,7 +97,7 @@ def _why_no_url(source: str) -> str | None:
 
         fsspec.get_filesystem_class(source.partition("://")[0].lower())
     except (ImportError, ValueError) as error:
-        return f"nothing here reads such addresses ({error}): pip install fsspec, or the package it names"
+        return f"such addresses cannot be read ({error}): pip install fsspec, or the package it names"
     return None
 
 
@@ -113,10 +113,10 @@ def _why_no_file(source: str) -> str | None:
             hint = f"did you mean {path.parent / near[0]}?" if near else f"working directory: {Path.cwd()}"
             hint += f"; in {above} there is one: run the command there" if above and not near else ""
             return f"there is no such file ({hint})"
-    except OSError as error:  # a folder on the way that may not be entered, a name that is too long
+    except OSError as error:  # a parent folder that this user may not enter, or a name that is too long
         return f"it cannot be read ({error.strerror})"
     if path.is_dir():
         return f"it is a folder; name a {ENDINGS} file in it, or write {HUB}{source} for a data set's folder"
     if not path.is_file():
-        return "it is no regular file; write its rows to a .jsonl file"
+        return "it is not a regular file; write its rows to a .jsonl file"
     return None if os.access(path, os.R_OK) else "this user may not read it"

@@ -19,7 +19,7 @@ DEADLINES: dict[str, NamedNumber] = {
     "no-engine": NamedNumber(600, "without any live engine before the run stops", gt=0),
     "health-check": NamedNumber(30, "until a probe of --use-fault-tolerance counts as failed", gt=0),
     "update-weight": NamedNumber(600, "one request of a weight sync; then the engine is evicted", gt=0),
-    "host": NamedNumber(600, "for a host at the start: to provide its devices, start a process, reply", gt=0),
+    "host": NamedNumber(600, "for a host at the start to provide devices, start a process and reply", gt=0),
     "collective": NamedNumber(600, "one collective of torch.distributed", gt=0),
     "worker-silence": NamedNumber(
         60, "without a heartbeat before a process counts as lost (x 12 while it computes); 0: never", ge=0
@@ -30,7 +30,7 @@ DEADLINES: dict[str, NamedNumber] = {
     ),
     "router-request": NamedNumber(14400, "one request through SGLang's own router", gt=0),
 }
-# Flags of other releases: the deadline that each sets, and how many seconds its unit has.
+# Flags of other releases: the deadline that each sets, and its unit in seconds.
 DEADLINE_FLAGS = {
     "--distributed-timeout-minutes": ("collective", 60),
     "--rollout-health-check-timeout": ("health-check", 1),

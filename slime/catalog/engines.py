@@ -12,21 +12,21 @@ class Dialect:
     """Capabilities of servers of one kind and version, so that no caller checks the name of a server."""
 
     name: str
-    transports: tuple[str, ...]  # ways to bring weights in, as rows of catalog.transports need them
-    # The transport of low-rank adapters, if the server was started for them; None: it takes none.
+    transports: tuple[str, ...]  # the ways to load weights; compare `engine_needs` in catalog.transports
+    # The transport of low-rank adapters, if the server was started for them; None: not supported.
     adapters_by: str | None = None
     has_spans: bool = False  # responses report which weight version drew which tokens
     has_begin_end: bool = False  # a weight update lies between begin_weight_update and end_weight_update
     # Released memory is freed (SGLang: only with its own flag, see EngineInfo).
     memory_saver: bool = False
     compares_manifests: bool = False  # compares its tensors with the bytes of a manifest
-    overwrites_weights: bool = False  # fills its weights with noise when asked, to prove that a push is whole
+    overwrites_weights: bool = False  # can fill its weights with noise, to prove that a sync is complete
     has_seeds: bool = False  # `sampling_seed` alone decides the tokens (SGLang: only with its own flag)
-    flush_while_running: bool = False  # empties its prefix cache while requests are held in place
+    flush_while_running: bool = False  # can empty its prefix cache while requests are paused in it
     # /abort_request with `prefix` ends all requests whose ids begin with the `rid`. SGLang 0.5.23 ignores
     # the field, and ignores an id that is not exactly that of a request it holds.
     aborts_by_prefix: bool = False
-    reports_nucleus: bool = False  # can report which ids each token was drawn from, with log-probs over these
+    reports_nucleus: bool = False  # can report the ids each token was drawn from, with log-probs over these
     oldest_version: tuple[int, ...] = ()  # older servers are refused
 
 
@@ -49,9 +49,9 @@ class EngineKind:
     help: str
     label: str = field(repr=False)  # its name in messages
     dialect: Dialect
-    # (V, dialect): servers older than version V speak that one.
+    # (V, dialect): servers older than version V use that dialect.
     older_dialects: tuple[tuple[tuple[int, ...], Dialect], ...] = field(default=(), repr=False)
-    own_python: bool = False  # runs in an interpreter of its own, without our modules
+    own_python: bool = False  # runs in an interpreter of its own, without slime
     spans_machines: bool = False  # one engine may have a process on each of several machines
     takes_sglang_flags: bool = False  # --sglang-..., topology groups, and fields that SGLang's router adds
 
@@ -69,7 +69,7 @@ class EngineKind:
 ENGINES: dict[str, EngineKind] = {
     "embedded": EngineKind(
         "slime.engines.embedded",
-        "our own server process, on a CPU or one GPU",
+        "slime's own server process, on a CPU or one GPU",
         "the embedded engine",
         Dialect(
             name="embedded",
@@ -86,11 +86,11 @@ ENGINES: dict[str, EngineKind] = {
     ),
     "sglang": EngineKind(
         "slime.engines.sglang",
-        "real SGLang servers, in a Python of their own",
+        "SGLang servers, in a Python environment of their own",
         "SGLang",
         _SGLANG,
         # 0.5.16 answers 404 to begin_weight_update and reports one weight_version per response; 0.5.23
-        # demands the first and reports spans. Releases in between were not examined: they count as old.
+        # requires that call and reports spans. Releases in between were not examined: they count as old.
         older_dialects=(
             (
                 (0, 5, 23),
@@ -104,5 +104,5 @@ ENGINES: dict[str, EngineKind] = {
         takes_sglang_flags=True,
     ),
 }
-DEFAULT_ENGINE = "embedded"  # where nothing asks for another: it needs nothing
-UNNAMED_ENGINE = "sglang"  # what a server is taken for that does not name its kind
+DEFAULT_ENGINE = "embedded"  # it needs no other package
+UNNAMED_ENGINE = "sglang"  # the assumed kind of a server that does not name its kind

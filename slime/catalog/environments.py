@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 _ADAPTERS = "slime.agent.environments"
-SOURCE = "env:"  # before a choice where the name of a prompt file could stand
+SOURCE = "env:"  # prefix of a choice that is given in place of a prompt file
 OWN = "own"  # the family of `module:Class` and `path/to/file.py:Class`
 HELD_OUT, TRAINING = "heldout", "train"
 
@@ -17,7 +17,7 @@ class EnvironmentFamily:
     help: str
     package: str | None = None
     extra: str | None = None
-    plays_itself: bool = False  # its agent asks by HTTP: `module` has `play` instead of `make`
+    plays_itself: bool = False  # has an agent that sends HTTP requests: `module` has `play`, not `make`
 
 
 ENVIRONMENTS: dict[str, EnvironmentFamily] = {
@@ -29,7 +29,7 @@ ENVIRONMENTS: dict[str, EnvironmentFamily] = {
     ),
     "textarena": EnvironmentFamily(
         f"{_ADAPTERS}.textarena",
-        "games for one and two players, both of whom the policy plays: textarena:TicTacToe-v0",
+        "games for one or two players; the policy plays all of them: textarena:TicTacToe-v0",
         "textarena",
         "textarena",
     ),
@@ -62,17 +62,17 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The name as users write it, without the weight."""
+        """Return the name as users write it, without the weight."""
         return self.task if self.family == OWN else f"{self.family}:{self.task}"
 
     @property
     def short(self) -> str:
-        """The name in metrics: that of the task, or of the class."""
+        """Return the name in metrics: that of the task, or of the class."""
         return self.task.rpartition(":")[2] if self.family == OWN else self.task
 
 
 def read_choices(text: str, flag: str = "--env") -> list[Choice]:
-    """`reasoning_gym:chain_sum=2,gcd` -> two choices; tasks of one family are divided by commas (or `+`)."""
+    """Parse `reasoning_gym:chain_sum=2,gcd` into two choices; commas (or `+`) separate tasks of a family."""
     family, colon, tasks = text.partition(":")
     named = [name for name in ENVIRONMENTS if name != OWN]
     if not colon or not tasks.strip():
@@ -82,7 +82,7 @@ def read_choices(text: str, flag: str = "--env") -> list[Choice]:
         return [Choice(OWN, text.strip())]
     choices = [_read_choice(family, part, text, flag) for part in re.split("[,+]", tasks) if part.strip()]
     if len({choice.task for choice in choices}) < len(choices):
-        raise ValueError(f"{flag} is {text!r}: a task is there twice; give it a weight instead: TASK=2.")
+        raise ValueError(f"{flag} is {text!r}: a task is listed twice; give it a weight instead: TASK=2.")
     return choices
 
 
@@ -93,19 +93,19 @@ def _read_choice(family: str, part: str, text: str, flag: str) -> Choice:
     except ValueError:
         weight = 0.0
     if match is None or not 0 < weight < float("inf"):
-        raise ValueError(f"{flag} is {text!r}: {part.strip()!r} is no TASK or TASK=WEIGHT above 0.")
+        raise ValueError(f"{flag} is {text!r}: {part.strip()!r} is not TASK, or TASK=WEIGHT above 0.")
     return Choice(family, match[1], weight)
 
 
 def source_of(choices: list[Choice], split: str, count: int) -> str:
-    """The choice as a source of prompts: `env:reasoning_gym:chain_sum=2+gcd#train:10000`."""
+    """Return a choice as a source of prompts: `env:reasoning_gym:chain_sum=2+gcd#train:10000`."""
     tasks = "+".join(c.task if c.weight == 1 else f"{c.task}={c.weight:g}" for c in choices)
     prefix = "" if choices[0].family == OWN else f"{choices[0].family}:"
     return f"{SOURCE}{prefix}{tasks}#{split}:{count}"
 
 
 def read_source(source: str) -> tuple[list[Choice], str, int]:
-    """Inverse of `source_of`. Without a count there are 1000 items, without a split those for training."""
+    """Invert `source_of`. Defaults: 1000 items, and the split for training."""
     match = re.match(r"^env:(?P<tasks>.+?)(#(?P<split>\w+)(:(?P<count>\d+))?)?$", source)
     split = (match["split"] if match else None) or TRAINING
     if match is None or split not in (TRAINING, HELD_OUT):

@@ -17,9 +17,9 @@ class Estimator:
     scale_rewards: bool = False  # divide by the group's standard deviation too, unless switched off
     uses_kl_in_reward: bool = False  # --kl-coef enters the advantages
     uses_gamma: bool = False
-    needs_values: bool = False  # of a critic
-    policy_loss: str = "ppo"  # of --policy-loss-type, unless another is chosen
-    reduction: str | None = None  # of --loss-reduction, likewise; None: that of the run
+    needs_values: bool = False  # reads the values of a critic
+    policy_loss: str = "ppo"  # the default of --policy-loss-type
+    reduction: str | None = None  # the default of --loss-reduction; None: the general one
 
     @property
     def compares_in_groups(self) -> bool:
@@ -56,7 +56,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "dr_grpo": _in_groups(
         "reward against the mean of its group; tokens over one constant", "mean", reduction="constant"
     ),
-    "rloo": _in_groups("reward against the mean of the other answers of its group", "leave_one_out"),
+    "rloo": _in_groups("reward against the mean of the other responses of its group", "leave_one_out"),
     "remax": _in_groups("reward minus the reward of one greedy response", "greedy"),
     "opo": _in_groups("reward against the length-weighted mean of its group", "length_weighted"),
     "maxrl": _in_groups("reward against the success rate of its group, over that rate", "success_rate"),

@@ -43,8 +43,8 @@ def is_verified(model_type: str, backend: str) -> bool:
 def refusal(path: object, model_type: str) -> str:
     """Return the error for a model of a family that was not compared."""
     return (
-        f"{path} is a {model_type}, a family whose training here was never compared with "
-        "transformers, so that its numbers may be wrong. Compare it with "
+        f"{path} is a {model_type}: slime's training of this family was never compared with "
+        "transformers, so its numbers may be wrong. Compare it with "
         f"`{as_typed('verify-model', '--hf-checkpoint', path)}`; if all numbers agree, add "
         "--allow-unverified-model."
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """Operations and bytes per second of one GPU. `network`: its share of the bandwidth to other machines."""
+    """The speed of one GPU. `network`: its share of the bandwidth to other machines, in bytes per second."""
 
     flops: float  # bf16 matrix products
     memory: float  # bytes per second
@@ -21,8 +21,8 @@ class GpuRow:
     def among(self, gpus: int) -> GpuRow:
         """Return the rates of this GPU as one of `gpus` that work on one run.
 
-        They wait for the slowest of them, and layouts are never perfect: published steps on 16 GPUs and more
-        take about twice as long as the rates of a single GPU allow. Between 1 and 16 this is interpolated.
+        All wait for the slowest one, and no layout is perfect: published steps on 16 GPUs and more take about
+        twice as long as the rates of a single GPU allow. Between 1 and 16 GPUs the factor is interpolated.
         """
         slower = 1 + (_MANY_GPUS - 1) * min(1.0, math.log2(max(1, gpus)) / 4)
         rates = {name: getattr(self, name) / slower for name in ("flops", "memory", "link", "network")}
@@ -43,7 +43,7 @@ GPUS = {
 
 
 def closest_gpu(name: str, capacity: float) -> GpuRow:
-    """Return the row whose name is in the device's own, such as "NVIDIA H200"; else the next in memory."""
+    """Return the row whose name the device name contains ("NVIDIA H200"), else the closest by memory."""
     words = name.lower().replace(" ", "-")
     named = [row for key, row in GPUS.items() if key in words]
     return named[0] if named else min(GPUS.values(), key=lambda row: abs(row.capacity - capacity))

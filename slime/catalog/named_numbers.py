@@ -41,7 +41,7 @@ def check_range(
 
 
 def read_named_numbers(value: object, rows: Mapping[str, NamedNumber]) -> dict[str, float]:
-    """Read `a=1,b=2`, or a mapping from a file. ValueError gives the reason, with the name that was meant."""
+    """Read `a=1,b=2`, or a mapping from a file. ValueError gives the reason and suggests a known name."""
     pairs: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         pairs = value.items()

@@ -11,30 +11,30 @@ BOXED = "boxed_"  # before any name: only the content of the last \boxed{...} is
 class Reward:
     """One way to score a response.
 
-    With `in_worker`, `function` compares text that a model wrote, so it runs in a worker process with a
-    deadline: it is called with (response, label), and with the `metadata` entries that it reads, and returns
-    a score. Otherwise it is awaited in the rollout process with (args, sample, response=...).
+    With `in_worker`, `function` reads text of a model, so it runs in a worker process with a deadline. It
+    gets (response, label) and the `metadata` entries that it reads, and returns a score. Otherwise it is
+    awaited in the rollout process with (args, sample, response=...).
     """
 
     function: str
     help: str
     in_worker: bool = True
-    wrong: Any = 0  # the score of an answer that is too large to be compared
+    wrong: Any = 0  # the score of a response that is too large to be compared
     needs_label: bool = True
     empty_label: bool = False  # "" is a label, too
-    # What a label may be: "one" answer (handed over as text), "several" accepted answers, or "any" value.
+    # What a label may be: "one" answer (passed as text), "several" accepted answers, or "any" value.
     label: Literal["one", "several", "any"] = "any"
-    label_entry: str | None = None  # entry of Sample.metadata that stands in for a missing label
+    label_entry: str | None = None  # entry of Sample.metadata that replaces a missing label
     metadata: tuple[str, ...] = ()  # entries of Sample.metadata that the function gets, as a dict
-    reads_box: bool = False  # looks at nothing but the last \boxed{...} anyway
-    reads_answer_line: bool = False  # looks for "Answer: ..."; the content of a box is handed over like that
-    # A judge at --rm-url, which retries on its own and may answer otherwise next time.
+    reads_box: bool = False  # reads only the last \boxed{...}, with or without the prefix
+    reads_answer_line: bool = False  # reads "Answer: ..."; the content of a box is passed in that form
+    # A judge at --rm-url, which retries on its own and may give another score next time.
     is_remote: bool = False
     needs_rm_url: bool = False
     runs_programs: bool = False  # of the model, in the --sandbox
-    asks_judge: bool = False  # a model reads the answer: the --judge flags
+    asks_judge: bool = False  # a model scores the response: the --judge flags
     package: str | None = None  # that has to be installed
-    extra: str | None = None  # of slime, which installs it
+    extra: str | None = None  # the extra of slime-rl that installs it
 
 
 REWARDS: dict[str, Reward] = {
@@ -72,7 +72,7 @@ REWARDS: dict[str, Reward] = {
     ),
     "ifbench": Reward(
         f"{_HUB}.ifbench.compute_ifbench_reward",
-        "every verifiable instruction is obeyed",
+        "all verifiable instructions are followed",
         wrong=0.0,
         needs_label=False,
         metadata=("instruction_id_list", "kwargs"),
@@ -89,12 +89,12 @@ REWARDS: dict[str, Reward] = {
         "slime.agent.rewards.code.code_reward",
         "the share of the label's tests that the last ```python block passes, run in the --sandbox",
         in_worker=False,
-        needs_label=False,  # its own complaint says what tests look like
+        needs_label=False,  # its own error explains what tests look like
         runs_programs=True,
     ),
     "judge": Reward(
         "slime.agent.rewards.judge.judge_reward",
-        "a model scores the answer: at --judge-url, or one of this run",
+        "a model scores the response: at --judge-url, or one of this run",
         in_worker=False,
         needs_label=False,
         is_remote=True,
@@ -105,5 +105,5 @@ REWARDS: dict[str, Reward] = {
 
 
 def find_reward(rm_type: str | None) -> Reward | None:
-    """The row of a name, with or without the prefix; None: no built-in reward has it."""
+    """Return the row of a name, with or without the prefix; None: no built-in reward has that name."""
     return REWARDS.get((rm_type or "").strip().removeprefix(BOXED))

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class SandboxRow:
-    """One kind of sandbox. `make`: the class, called with the image."""
+    """One kind of sandbox. `make`: its class, which gets the image."""
 
     make: str
     help: str
     is_local: bool = False  # sandboxes are processes of this machine, started ahead by a pool
     isolation: str | None = None  # of a local one; None: the best that works here
     package: str | None = None  # that has to be installed
-    extra: str | None = None  # of slime, which installs it
+    extra: str | None = None  # the extra of slime-rl that installs it
     key: str | None = None  # environment variable that the vendor's package reads
     # A function that returns how programs are isolated on this machine; RuntimeError: they cannot be.
     protection: str | None = field(default=None, repr=False)
@@ -33,14 +33,14 @@ SANDBOXES: dict[str, SandboxRow] = {
     ),
     "e2b": SandboxRow(
         "slime.agent.sandbox.e2b.E2BSandbox",
-        "a box of e2b.dev or of a gateway that speaks its protocol",
+        "a sandbox of e2b.dev, or of a gateway with its protocol",
         package="e2b",
         extra="e2b",
         key="E2B_API_KEY",
     ),
     "daytona": SandboxRow(
         "slime.agent.sandbox.daytona.DaytonaSandbox",
-        "a box of daytona.io or of a server of one's own",
+        "a sandbox of daytona.io, or of your own Daytona server",
         package="daytona",
         extra="daytona",
         key="DAYTONA_API_KEY",

@@ -22,7 +22,7 @@ class ToolFormat:
     sglang_name: str | None = None  # what SGLang calls it
 
 
-# In the order in which a template is compared with them.
+# A chat template is compared with these in order.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek": ToolFormat(
         f"{_PARSING}.formats.parse_deepseek",
@@ -50,7 +50,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "pythonic": ToolFormat(
         f"{_PARSING}.formats.parse_pythonic",
-        "Llama 3.2 and 4: a list of calls in Python's words, [name(key=value)]",
+        "Llama 3.2 and 4: a list of calls in Python's syntax, [name(key=value)]",
         marks=("func_name1(params_name1",),
         sglang_name="pythonic",
     ),
@@ -65,6 +65,6 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 
 
 def recognised(chat_template: str) -> str:
-    """The format that a template teaches its model; "plain" where it teaches none that is known."""
+    """Return the format that a chat template describes; "plain" if it describes none of these."""
     found = (n for n, row in TOOL_FORMATS.items() if row.marks and all(m in chat_template for m in row.marks))
     return next(found, "plain")

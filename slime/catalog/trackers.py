@@ -15,7 +15,7 @@ class TrackerRow:
     service: str
     title: str
     package: str  # that has to be installed
-    extra: str  # of slime, which installs it
+    extra: str  # the extra of slime-rl that installs it
     help: str
     options: tuple[str, ...] = ()  # flags that the service reads
 
@@ -34,7 +34,7 @@ TRACKERS: dict[str, TrackerRow] = {
         "Weights & Biases",
         "wandb",
         "wandb",
-        "an account at wandb.ai or a server of one's own; `--wandb-mode offline` needs neither",
+        "an account at wandb.ai or your own server; `--wandb-mode offline` needs neither",
         (
             *("wandb_mode", "wandb_dir", "wandb_key", "wandb_host", "wandb_team", "wandb_group"),
             *("wandb_project", "wandb_run_id", "wandb_random_suffix"),
@@ -46,7 +46,7 @@ TRACKERS: dict[str, TrackerRow] = {
         "trackio",
         "trackio",
         "trackio",
-        "a local database of all runs, or a Hugging Face Space; `trackio show` opens the page",
+        "a local database of all runs, or a Hugging Face Space; `trackio show` opens its dashboard",
     ),
     "mlflow": TrackerRow(
         f"{_SERVICES}.MLflow",
@@ -59,14 +59,14 @@ TRACKERS: dict[str, TrackerRow] = {
 
 
 def chosen_trackers(args: object) -> list[str]:
-    """Names of the trackers that the flags ask for."""
+    """Return the names of the trackers that the flags enable."""
     return [name for name in TRACKERS if getattr(args, f"use_{name}", False)]
 
 
 def tracker_options(args: object) -> dict[str, object]:
     """Return the values of the flags of trackers."""
     names = [name for row in TRACKERS.values() for name in row.options]
-    samples = limit(args, "tracker-samples") if hasattr(args, "limits") else 0  # arguments of a plug-in's own
+    samples = limit(args, "tracker-samples") if hasattr(args, "limits") else 0  # else a plug-in built `args`
     return {"tracker_samples": samples, **{name: getattr(args, name, None) for name in names}}
 
 

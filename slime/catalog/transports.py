@@ -20,19 +20,19 @@ class TransportRow:
     help: str
     choice: str  # the value of --update-weight-transport that allows it
     engine_needs: str  # one of the transports that an engine's dialect must name
-    # Places in the order that auto tries, fastest first; None: never there. Bodies of requests beat a group
-    # of gloo on a CPU machine, and lose to NCCL on GPUs. Of two that are equally slow, a folder asks less of
-    # the network than a group.
+    # Ranks in the order that auto tries, fastest first; None: never tried. Request bodies are faster than a
+    # gloo group on a CPU machine, and slower than NCCL on GPUs. A folder needs less of the network than a
+    # group that is equally slow.
     order_on_cpu: int | None
     order_on_cuda: int | None
-    mode: str = "full"  # of --update-weight-mode
+    mode: str = "full"  # the value of --update-weight-mode that allows it
     content: str = "model"  # or "adapter": low-rank adapters alone
-    live: bool = False  # engines wait for it, and nothing is left for one that comes late
-    # Each trainer rank sends, to the engines on its device; else each pipeline stage.
+    live: bool = False  # engines must take part in the sync; a late engine finds no weights to load
+    # Each trainer rank sends to the engines on its device; False: each pipeline stage sends.
     every_rank: bool = False
-    # True: works only where trainer and engines share GPUs; False: only else.
+    # True: only where trainer and engines share GPUs; False: only where they do not.
     on_shared_gpus: bool | None = None
-    keeps_requests: bool = True  # paused requests may wait in the engine meanwhile
+    keeps_requests: bool = True  # paused requests may stay in the engine during the sync
 
 
 _HOME = "slime.weight_sync"
@@ -72,7 +72,7 @@ TRANSPORTS: dict[str, TransportRow] = {
     "disk": TransportRow(f"{_HOME}.disk.DISK", "a checkpoint folder that engines load", "disk", "disk", 2, 3),
     "delta": TransportRow(
         f"{_HOME}.delta.transport.DELTA",
-        "changed bytes, in a folder that copies beside the engines follow",
+        "changed bytes, in a folder from which each engine host updates a local copy",
         "disk",
         "disk",
         4,

@@ -9,8 +9,8 @@ class VisionFamily:
 
     text: str  # the text model
     help: str
-    tower: tuple[str, ...]  # what makes features of pixels: the vision model, and what fits it to the text
-    grid_positions: bool = False  # image tokens have a place in height and width (mrope), not in a row
+    tower: tuple[str, ...]  # turns pixels into features: the vision model and the projection to text
+    grid_positions: bool = False  # image tokens have positions in height and width (mrope)
     tiles: bool = False  # pictures are cut into tiles of one size, and not into rows of patches
 
 
@@ -35,5 +35,5 @@ def why_no_images(model_type: str | None) -> str | None:
     """Return why models of this type cannot receive images; None: they can."""
     if model_type in VISION_FAMILIES:
         return None
-    why = _REFUSED.get(model_type or "", "it is no vision-language family that is known here")
+    why = _REFUSED.get(model_type or "", "slime does not know it as a vision-language family")
     return f"{model_type}: {why}; images are trained with {', '.join(VISION_FAMILIES)}"

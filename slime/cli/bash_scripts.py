@@ -1,8 +1,8 @@
-"""Finds the training command of a bash launch script without running any of it.
+"""Finds the training command of a bash launch script without running it.
 
-Bash evaluates the script, so that arrays, sourced model files and conditions count, but a guard skips every
-command that is not harmless. The output of a skipped command is unknown, so the script is evaluated again
-with a marker in its place: a setting that changes depends on that command.
+Bash evaluates the script, so arrays, sourced model files and conditions work, but a guard skips every command
+that may have an effect. The output of a skipped command is unknown, so the script is evaluated again
+with a marker in its place: a setting that differs then depends on that command.
 """
 
 import os
@@ -136,8 +136,8 @@ class Evaluation:
     """The result of evaluating a script once."""
 
     words: list[str]  # of the first training command; empty: none was found
-    skipped: list[tuple[int, str, str]]  # line, the marker that stands for it, command
-    exits: list[tuple[int, str]]  # line and command of an `exit` before the training, which was skipped
+    skipped: list[tuple[int, str, str]]  # line, marker in place of its output, command
+    exits: list[tuple[int, str]]  # line and command of each skipped `exit` before the training
     printed: str
 
 
@@ -150,7 +150,7 @@ class Evaluator:
     now: int
 
     def evaluate(self, given: Sequence[str], *, marked: bool = False) -> Evaluation:
-        """Evaluate the script; `marked`: skipped commands print their marker, and not nothing."""
+        """Evaluate the script. `marked`: skipped commands print their marker instead of nothing."""
         env = _environment(self.script)
         env |= {"SLIME_MARKED": "1" if marked else "", "SLIME_NOW": str(self.now)}
         command = ["bash", "-c", _GUARD, str(self.script), *given]
@@ -165,9 +165,9 @@ class Evaluator:
 
 
 def evaluate_script(script: Path, given: Sequence[str]) -> tuple[Evaluator, Evaluation]:
-    """Evaluate a script in the folder where all sourced files exist.
+    """Evaluate a script in the first folder where all sourced files exist.
 
-    Scripts are started from the current folder, their own, or the one above it (`bash scripts/run.sh`).
+    Candidates are the current folder, the script's own, and the one above it (`bash scripts/run.sh`).
     """
     tried: list[tuple[int, Evaluator, Evaluation]] = []
     now = int(time.time())
@@ -192,7 +192,7 @@ def unknown_settings(
 ) -> tuple[Settings, list[str]]:
     """Return the settings, with `$(command)` and `${1}` for unknown values, and notes about them.
 
-    A second evaluation has a marker as output of every skipped command, and `${1}` as missing argument.
+    In a second evaluation every skipped command prints a marker, and missing arguments are `${1}`, ...
     """
     settings = settings_of(base.words)
     notes = [f"line {line}: {file} could not be read; is it relative to another folder?"
@@ -201,7 +201,7 @@ def unknown_settings(
               for line, text in base.exits]  # fmt: skip
     missing = [f"${{{number}}}" for number in range(len(given) + 1, _ARGUMENTS + 1)]
     marked = evaluator.evaluate([*given, *missing], marked=True)
-    again = settings_of(evaluator.evaluate(given).words)  # the id of a process is another each time
+    again = settings_of(evaluator.evaluate(given).words)  # process ids differ each time
     commands = {marker: text for _, marker, text in marked.skipped}
     others = settings_of(marked.words) if marked.words else settings
     for name in dict.fromkeys([*settings, *others]):

@@ -45,7 +45,7 @@ def export(source: Path, target: Path, options: argparse.Namespace) -> None:
 
 def merge_adapter(adapter: Path, target: Path, model: str | None = None) -> None:
     """Write the model of a peft adapter with the adapter merged in. `model`: default: the one it names."""
-    # Imported here: torch takes seconds to load, and a wrong word does not need it.
+    # Imported here: torch takes seconds to load, and errors in arguments are reported without it.
     import json
 
     from slime.backends.fsdp.hf_export import in_buckets

@@ -39,7 +39,7 @@ def train_words(train_args: str, megatron_model_type: str | None = None) -> list
 
 
 def _megatron_builds(words: list[str]) -> bool:
-    """Return whether Megatron trains the model of these flags; True if its config cannot be read."""
+    """Return whether the Megatron trainer supports the model; True if its config cannot be read."""
     at = words.index("--hf-checkpoint") + 1 if "--hf-checkpoint" in words else len(words)
     kind = read_config(words[at]).get("model_type") if at < len(words) else None
     return kind is None or kind in (BACKENDS["megatron"].families or ())

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000)
         notes = [*unknown, *_notes(text)]
     command = SCRIPTS.get(os.path.basename(program), program)
-    for note in unknown:  # stdout often goes to a file, where notes are overlooked
+    for note in unknown:  # on stderr, too: stdout often goes to a file, where notes are overlooked
         print(note, file=sys.stderr)
     print(f"# {script.name} as settings: {as_typed(command, '--config', 'run.yaml')}")
     print("".join(f"# {line}\n" for note in notes for line in note.splitlines()) + text, end="")

@@ -1,4 +1,4 @@
-"""The screen of a run in a notebook: its live lines are one output of the cell, which is updated in place."""
+"""Shows a run in a notebook: the live lines are one output of the cell, which is updated in place."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class NotebookTerminal(Terminal):
     """Prints lines to the output of a cell; `show` replaces one display of it."""
 
     def __init__(self, stream: TextIO) -> None:
-        # rich has a way of its own to draw in notebooks, which cannot replace what it drew.
+        # rich's own notebook output cannot be replaced once it is drawn.
         super().__init__(console=Console(file=stream, highlight=False, force_jupyter=False))
         self.is_live = True
         self._display: Any = None
 
     @property
     def size(self) -> tuple[int, int]:
-        return 100, 40  # a cell does not know its own
+        return 100, 40  # the size of a cell is unknown
 
     def show(self, lines: Sequence[Text]) -> None:
         data = {"text/plain": "\n".join(line.plain for line in map(self._cut, lines))}

@@ -168,7 +168,7 @@ def _saved(args: Args) -> str:
 
 
 def _where_is_the_model(args: Args, progress: Progress, checkpoints: dict[int, Path], since: float) -> str:
-    """Return the folder of the trained model; older files than `since` are of an earlier start."""
+    """Return where the trained model is; files older than `since` belong to an earlier start."""
     for step in range(progress.done, -1, -1) if args.save_hf else ():
         config = Path(str(args.save_hf).format(rollout_id=step)) / "config.json"
         if config.is_file() and config.stat().st_mtime >= since:

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(word.partition("=")[0] == "--gpus" for word in words):
         with user_errors():
             typed = as_typed("simulate", "--gpus", "N", "--model", "NAME")
-            raise ValueError(f"--gpus is no flag of this command: `{typed}` tries the splits of N GPUs.")
+            raise ValueError(f"--gpus is not a flag of this command: `{typed}` tries the splits of N GPUs.")
     options, others = _parser().parse_known_args(words)
     if options.config or others:
         return plan_whole_run(words)

@@ -1,7 +1,7 @@
-"""The screen of `slime train`: start panel, start-up, live lines, samples, advice, end panel.
+"""The terminal view of `slime train`: start panel, start-up, live lines, samples, advice, end panel.
 
-It reads what the run writes anyway: metrics.jsonl, the record of samples, log records and the table of waits.
-Everything else that the process prints goes to RUN/logs/driver.log.
+It reads metrics.jsonl, the record of samples, log records and the table of waits. Everything else that the
+process prints goes to RUN/logs/driver.log.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RunScreen(contextlib.ExitStack):
                 self.terminal.print(Text(verdict(self._args, self.progress, seconds), "bold"))
 
     def update(self) -> None:
-        """Read what is new and draw it. An error here is logged and does not end the run."""
+        """Read new rows and redraw. An error here is logged and does not end the run."""
         if self._is_blind:
             return
         try:
@@ -104,7 +104,7 @@ class RunScreen(contextlib.ExitStack):
         except Exception:
             self._is_blind = True
             self.terminal.settle(keep=False)
-            logger.exception("The screen failed and is no longer updated; the run continues.")
+            logger.exception("The live view failed and is no longer updated; the run continues.")
 
     def _update(self) -> None:
         for row in self._rows.new_records():
@@ -134,7 +134,7 @@ class RunScreen(contextlib.ExitStack):
             self.terminal.print(render_sample(sample, width, whole=False, num_lines=(3, 5)))
 
     def _pick(self, step: int) -> RecordedSample | None:
-        """Return a sample of this step, every other time one that was filtered out."""
+        """Return a sample of this step; every second time a filtered one, if there is any."""
         try:
             with open_record(self._run_dir) as record:
                 samples = record.samples(Select("train", step, limit=_CANDIDATES))

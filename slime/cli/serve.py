@@ -26,7 +26,7 @@ from slime.utils.machine.cores import num_cores
 from slime.utils.machine.own_command import as_typed
 from slime.utils.models.model_config import read_config
 
-_PORT = 8000  # where it is free and none is asked for
+_PORT = 8000  # the default, if it is free
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _served(plan: LaunchPlan, port: int) -> Iterator[EngineServer]:
-    """Start the engine and yield it once it serves; it ends with the block, and by SIGTERM."""
+    """Start the engine and yield it once it serves; it ends with the block or at SIGTERM."""
 
     def end(number: int, _: object) -> None:
         raise EndedBySignal(number)
@@ -69,7 +69,7 @@ def _served(plan: LaunchPlan, port: int) -> Iterator[EngineServer]:
 
 
 def _plan(options: argparse.Namespace, model: str, stack: contextlib.ExitStack, log: Path) -> LaunchPlan:
-    """Return how the engine starts: as that of a run which gets no weights."""
+    """Return how to start the engine: like that of a run without weight syncs."""
     kind, prefix = ENGINES[options.engine], shm.make_prefix()
     stack.callback(shm.unlink_prefix, prefix)
     python = kind.rules.interpreter(options.sglang_python, f"--engine {options.engine}")

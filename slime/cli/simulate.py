@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.disable(logging.WARNING)  # log lines of the loop are not about a real run
         try:
             args = _read(words, Path(folder), options)
-            # Imported here: it loads torch, which a misspelt flag does not need.
+            # Imported here: it loads torch, and a misspelt flag is reported without it.
             from slime.simulation import report
 
             if options.fuzz:

@@ -1,7 +1,7 @@
 """`slime sweep`: run a command once for each combination of values and seeds, one after another.
 
-The same command continues a sweep: finished runs are skipped, an unfinished one resumes where its checkpoints
-allow it. Each run has a folder that is named by its values.
+The same command continues a sweep: finished runs are skipped, and an unfinished one resumes from its last
+checkpoint. Each run has a folder that is named by its values.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from slime.utils.machine.own_command import as_typed
 
 _RUNS = ("train", "train-async", *TASKS)
 _FIRST_SEED = 1
-# What a table shows without --metric: the first that a run has logged, and that is not 0 throughout.
+# The metric of the table without --metric: the first one that a run has logged with a value other than 0.
 _METRICS = ("rollout/raw_reward", "train/loss")
 
 
@@ -49,7 +49,7 @@ class Combination:
         return self.label if self.seed is None else f"{self.label},seed={self.seed}"
 
     def words(self, command: str, folder: Path) -> list[str]:
-        """Return the flags of this run, which come after those of the user."""
+        """Return the flags of this run, to append to the user's flags."""
         words = [word for name, value in self.values for word in _words(command, name, value)]
         words += [] if self.seed is None else ["--seed", str(self.seed)]
         words += ["--run-dir", str(folder)]
@@ -69,18 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(set(folders)) < len(folders):
             raise ValueError("--set: two values would have the same folder; give each of them once.")
         whole = [[*words, *run.words(command, folder)] for run, folder in zip(runs, folders, strict=True)]
-        for given in whole:  # a mistake in the last combination is found before the first has run
+        for given in whole:  # a mistake in any combination is found before the first one runs
             _check(command, given)
     failed = []
     for number, (given, folder) in enumerate(zip(whole, folders, strict=True), start=1):
         print(f"sweep {number} of {len(runs)}: {folder}", flush=True)
         if has_ended_well(folder):
-            print("  it has finished already")
+            print("  skipped: finished already")
             continue
         if command == "eval" and read_run(folder) is not None:
             shutil.rmtree(folder)  # an evaluation that did not finish has nothing to resume from
         code = _run(command, given)
-        if code > USER_MISTAKE:  # by a signal
+        if code > USER_MISTAKE:  # ended by a signal
             raise SystemExit(code)
         failed += [folder] if code else []
     print(_table(runs, folders, options.metric))
@@ -107,7 +107,7 @@ def _split(words: list[str]) -> tuple[str, list[str]]:
     if words[0].startswith("-"):
         return "train", words
     if words[0] not in _RUNS:
-        what = "a command that trains nothing" if words[0] in COMMANDS else "no command"
+        what = "a command that starts no run" if words[0] in COMMANDS else "not a command"
         raise ValueError(f"{words[0]} is {what}: sweep runs {', '.join(_RUNS)}.")
     return words[0], words[1:]
 
@@ -157,8 +157,8 @@ def _check(command: str, words: list[str]) -> None:
         args = parse_args(words, training_loop=ASYNCHRONOUS if command == "train-async" else SYNCHRONOUS)
     if args.sources.get("load", "").startswith(("command line", "file")) and not args.finetune:
         raise ValueError(
-            f"--load {args.load}: all runs of a sweep would continue the same checkpoint; leave it out, or "
-            "add --finetune, with which each starts from its weights."
+            f"--load {args.load}: all runs of a sweep would continue the same checkpoint; remove it, or "
+            "add --finetune so that each run starts from its weights."
         )
 
 

@@ -1,7 +1,7 @@
-"""Tasks besides RL: `slime sft`, `dpo`, `reward-model`, `distill` and `eval` are runs with preset flags.
+"""Tasks other than RL: `slime sft`, `dpo`, `reward-model`, `distill` and `eval` are runs with preset flags.
 
-A preset is weaker than every flag that the user gives, in a file or on the command line. `TASKS` is the whole
-list; the functions of `slime.api` use it, too.
+The user's flags, in a file or on the command line, override presets. `TASKS` lists all tasks; the functions
+of `slime.api` use it, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TRAINS_ON_ROWS = {
     "lr_decay_style": "cosine",
     "lr_warmup_fraction": 0.03,
 }
-# Presets that a flag of the user's replaces although it has another name.
+# Presets that a user's flag with another name replaces.
 _REPLACED_BY = {
     "num_epoch": ("num_rollout",),
     "lr_warmup_fraction": ("lr_warmup_iters",),
@@ -86,7 +86,7 @@ class Task:
         return {"--model": _MODEL, "--data": self.data, **self.extra, "--out": _OUT}
 
     def preset(self, draft: Draft) -> dict[str, Any]:
-        """Return the values of this task; Refused names what the user must still give."""
+        """Return the preset values. Refused names an option that the user must give."""
         missing = [
             f"{option.flag} is required: {option.help}."
             for option in self.options.values()
@@ -105,7 +105,7 @@ class Task:
         return {name: value for name, value in values.items() if name not in given}
 
     def flags_of(self, words: Sequence[str]) -> list[str]:
-        """Return the command line of `slime train` that a command line of this task stands for."""
+        """Translate a command line of this task into one of `slime train`."""
         found: list[str] = []
         datasets: list[str] = []
         option = None
@@ -125,10 +125,10 @@ class Task:
         return [*found, *([self.data.flag, *datasets] if datasets else [])]
 
     def speller(self, words: Sequence[str]) -> Callable[[str], str]:
-        """Return a function that names the short options in a message, except for flags in `words`."""
+        """Return a function that writes the short options into a message, except for flags in `words`."""
         typed = {word.partition("=")[0] for word in words}
         shorter = {o.flag: short for short, o in self.options.items() if o.flag not in typed}
-        # These folders are in that of --out, unless they are named.
+        # These folders are below --out, unless the user named them.
         shorter |= {flag: "--out" for flag in ("--save", "--save-hf") if self.saves and flag not in typed}
 
         def spell(message: str) -> str:
@@ -141,13 +141,13 @@ class Task:
         short = " ".join(f"{name} {o.metavar}" for name, o in options if o is not _OUT)
         lines = [f"usage: slime {self.command} {short} [--out RUN] [flags of slime train]", "", self.help, ""]
         lines += [f"  {f'{name} {o.metavar}':<24} {o.help} ({o.flag})" for name, o in options]
-        lines += ["", "The command is `slime train` with these flags; what you give replaces them:"]
+        lines += ["", "The command is `slime train` with these flags; your flags override them:"]
         lines += [f"  {option_of(name)}: {value}" for name, value in self.flags.items()]
         lines += ["", f"Every flag of `{as_typed('train', '--help')}` is accepted; --dry-run only checks,"]
         return "\n".join([*lines, "--print-config shows every value and where it came from."])
 
     def main(self, argv: Sequence[str] | None = None, *, then: Callable[[Args], None] | None = None) -> int:
-        """Run the task from a command line, and call `then` with the settings of the run that has ended."""
+        """Run the task from a command line; afterwards call `then` with the settings of the run."""
         words = list(sys.argv[1:] if argv is None else argv)
         if {"-h", "--help"} & set(words):
             print(self.render_help())
@@ -179,14 +179,14 @@ def in_columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def model_folder(model: str) -> str:
-    """Return the last model of a run where the folder of a run is given; else what was given."""
+    """Return the last model of a run, given its folder; return anything else unchanged."""
     last = Path(model).expanduser() / LAST_MODEL
     is_run = (last / "config.json").is_file() and not (last.parent / "config.json").is_file()
     return str(last.resolve()) if is_run and model else model
 
 
 def _named_dataset(word: str) -> list[str]:
-    """`math=data/math.jsonl` -> ["math", "data/math.jsonl"]; without a name, that of the file."""
+    """Split `math=data/math.jsonl` into name and file; without a name it is that of the file."""
     name, equals, path = word.partition("=")
     if equals and "/" not in name:
         return [name, path]
@@ -194,7 +194,7 @@ def _named_dataset(word: str) -> list[str]:
 
 
 def _first_rows(task: Task, draft: Draft) -> list[Row]:
-    """Return the first rows of the data; none where they cannot be read, which a later check reports."""
+    """Return the first rows of the data; none if they cannot be read, which a later check reports."""
     data = getattr(draft, task.data.name)
     sources = data[1::2] if data and task.data.name == "eval_prompt_data" else data
     try:
@@ -204,7 +204,7 @@ def _first_rows(task: Task, draft: Draft) -> list[Row]:
 
 
 def _fitting(draft: Draft, data: str, rows: Sequence[Row], *known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the first group of columns that the rows have; () where the user named columns, or none is read.
+    """Return the first group of columns that the rows have; () without rows, or if the user named columns.
 
     ValueError: no group fits.
     """
@@ -255,7 +255,7 @@ def _pairs(lr: float) -> Callable[[Draft, Sequence[Row]], dict[str, Any]]:
 
 def _distill(draft: Draft, rows: Sequence[Row]) -> dict[str, Any]:
     found = {**_asked(draft, "--prompt-data", rows), **_step(draft, rows, 1e-5, prompts=8, samples=4)}
-    if draft.opd_teacher_load is None:  # the teacher is a server
+    if draft.opd_teacher_load is None:  # the teacher runs on a server
         return found | {"opd_type": "engine", "custom_rm_path": f"{_TEACHER}.reward_func"}
     teacher = {"opd_type": "trainer", "custom_rm_path": f"{_TEACHER}.zero_reward"}
     return found | teacher | ({} if draft.opd_type == "engine" else {"opd_kl": "full"})
@@ -271,7 +271,7 @@ def _eval(draft: Draft, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _asked(draft: Draft, data: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the columns of prompts that engines continue, and the longest response."""
+    """Return the columns of the prompts, and the response length limit."""
     context = context_of(draft.hf_checkpoint) or 2048
     found: dict[str, Any] = {"rollout_max_response_len": min(1024, context // 2)}
     if draft.eval_config is not None or draft.eval_input_key is not None:
@@ -289,7 +289,7 @@ def _is_text(rows: Sequence[Row], names: Sequence[str]) -> bool:
 
 
 def _lacks_template(draft: Draft) -> bool:
-    """Return whether a local model has no chat template; that of a hub id is not known here."""
+    """Return whether a local model has no chat template; False for a hub id, which is not looked up."""
     folder = Path(draft.hf_checkpoint).expanduser()
     config = folder / "tokenizer_config.json"
     templates = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates")]
@@ -341,7 +341,7 @@ _LIST = (
     ),
     Task(
         "distill",
-        "On-policy distillation: the model answers prompts, and learns from a teacher's probabilities.",
+        "On-policy distillation: the model responds to prompts and learns from a teacher's probabilities.",
         Option(
             "--prompt-data", "FILE", "rows with prompts: input, prompt, question, problem, query or messages"
         ),
@@ -362,7 +362,7 @@ _LIST = (
         Option(
             "--eval-prompt-data",
             "NAME=FILE ...",
-            "data sets with their names; each row has a prompt and what its reward compares with",
+            "data sets with their names; each row has a prompt and the label for its reward",
             unless="eval_config",
         ),
         {

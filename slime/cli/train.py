@@ -24,10 +24,10 @@ def main(
     spell: Callable[[str], str] = str,
     command: str | None = None,
 ) -> int:
-    """Run one training. `train` is the loop and `training_loop` its kind; default: the synchronous loop.
+    """Run one training. `train` is the loop, `training_loop` its kind; default: the synchronous loop.
 
-    Commands such as `slime sft` give `preset` values of flags, and `spell` rewrites messages with the options
-    that the user typed.
+    Commands such as `slime sft` pass `preset` values of flags, and `spell`, which rewrites messages with the
+    options that the user typed.
     """
     try:
         command = command or ("train-async" if training_loop == ASYNCHRONOUS else "train")
@@ -57,7 +57,7 @@ def _main(
             return dry_run(args, command, overlapped=training_loop == ASYNCHRONOUS, spell=spell)
     with claimed(args) as args:
         with user_errors(spell=spell):
-            # Before the slow checks, and before the screen, which shows the folder's log.
+            # Opened before the slow checks and before the live view, which shows the folder's log.
             refuse_locked(Path(args.run_dir), "--run-dir")
             if args.save is not None:
                 refuse_locked(Path(args.save), "--save")
@@ -70,7 +70,7 @@ def _main(
 @contextlib.contextmanager
 def shown(args: Args, *, screen: bool = True) -> Iterator[None]:
     """Show a run while it is active: on this terminal and, with --dashboard, in a browser."""
-    # Imported here: --help and a misspelt flag need no screen.
+    # Imported here: --help and a misspelt flag do not need it.
     from slime.cli.inspect.page_process import page_beside
     from slime.cli.screen import RunScreen
 

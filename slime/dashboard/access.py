@@ -32,7 +32,7 @@ class Access:
 
     @property
     def asks_everybody(self) -> bool:
-        """True if reading requires the token, too, because other machines can connect."""
+        """Return whether reading requires the token, too, because other machines can connect."""
         return not is_loopback(self.host)
 
     def has_token(self, request: web.Request) -> bool:

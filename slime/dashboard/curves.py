@@ -65,7 +65,7 @@ class Curves:
     def glance(self, steps: str, wanted: Callable[[str], bool]) -> tuple[int | None, dict[str, float | None]]:
         """Return the last step of a metric, and the last values of the wanted metrics and of the time.
 
-        Until the whole file has been read, only its end is, so that a list of many runs is there at once.
+        Until `read` has read the whole file, this reads only its end, so that a list of many runs is fast.
         """
         values: dict[str, float | None] = {}
         if self._is_read:

@@ -1,7 +1,7 @@
 """Notifies browsers of changes: it checks the files of each run every second while a browser is connected.
 
-Requests after a notification cost CPU time that a run on the same machine may need, so notifications become
-rarer the more they cost: the dashboard uses `_SHARE` of one core, however many browsers are connected.
+The requests that follow a notification cost CPU time, which a run on the same machine may need. So the more
+they cost, the rarer notifications become: the dashboard uses `_SHARE` of one core for any number of browsers.
 """
 
 import asyncio

@@ -39,7 +39,7 @@ def log_path(folder: Path, name: str) -> Path | None:
 
 
 def without_tokens(text: str, token: str = "") -> str:
-    """Hide the token of this dashboard, and whatever is printed as the token of another one."""
+    """Hide the token of this dashboard, and any text that is printed as the token of another one."""
     text = _TOKEN.sub(rf"\1{HIDDEN}", text)
     return text.replace(token, HIDDEN) if token else text
 
@@ -74,7 +74,7 @@ class LogTrouble:
         self._errors: deque[dict[str, str]] = deque(maxlen=5)
 
     def read(self) -> list[dict[str, str]]:
-        """Return them, newest last; only the end of a very long log is read."""
+        """Return advice and errors, newest last; only the end of a very long log is read."""
         with self._lock, contextlib.suppress(OSError):
             if not _is_elsewhere(self._file, self._file.parent.parent):
                 self._read_on(self._file.stat().st_size)

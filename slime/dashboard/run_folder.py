@@ -26,7 +26,7 @@ from slime.utils.files.folder_lock import is_locked
 from slime.utils.files.run_file import RUN_FILE, RunRecord, name_of_run, no_run, read_run, runs_inside
 
 RUNNING, LOST = "running", "lost: the process ended without a word"
-_LOOK_S = 1.0  # how long the state of a run is believed
+_LOOK_S = 1.0  # how long the state of a run is cached
 REWARD = "rollout/raw_reward"
 HEADLINES = (
     ("reward", REWARD),
@@ -50,7 +50,7 @@ class RunFolder:
     def __init__(self, path: Path, key: str):
         self.path, self.key = path.resolve(), key
         if not (self.path / RUN_FILE).is_file() and not (self.path / RECORD_FILE).is_file():
-            raise NotARun(f"{path} is no folder of a run: it has neither {RUN_FILE} nor {RECORD_FILE}.")
+            raise NotARun(f"{path} is not the folder of a run: it has neither {RUN_FILE} nor {RECORD_FILE}.")
         self.curves, self.system = Curves(self.path), Curves(self.path, "system.jsonl")
         self.positions = Positions()
         self.log_trouble = LogTrouble(self.path)
@@ -63,7 +63,7 @@ class RunFolder:
 
     @property
     def run(self) -> RunRecord | None:
-        """The content of run.json; None: it cannot be read."""
+        """Return the content of run.json; None: it cannot be read."""
         with contextlib.suppress(OSError):
             changed = (self.path / RUN_FILE).stat().st_mtime
             if changed != self._run[0]:
@@ -72,7 +72,7 @@ class RunFolder:
 
     @property
     def group(self) -> str:
-        """A key that runs share whose settings differ by the seed only."""
+        """Return a key that is equal for runs that differ by the seed only."""
         run = self.run
         if self._group[0] is not run or run is None:
             alike = run.settings_without_seed() if run is not None else None
@@ -81,10 +81,10 @@ class RunFolder:
 
     @property
     def state(self) -> str:
-        """The state: running, finished, or how it ended."""
+        """Return the state: running, finished, or how it ended."""
         looked, state = self._state
         if time.monotonic() - looked > _LOOK_S:
-            held = is_locked(self.path, "--run-dir")  # first: a run writes how it ended, and then lets go
+            held = is_locked(self.path, "--run-dir")  # first: a run writes how it ended, and then unlocks
             run = self.run
             ended = run.last.exit if run is not None else None
             state = RUNNING if held else ended or LOST
@@ -93,12 +93,12 @@ class RunFolder:
 
     @property
     def shown_state(self) -> str:
-        """The state to display: running, paused, finished, or how it ended."""
+        """Return the state to display: running, paused, finished, or how it ended."""
         return phases.PAUSED if self.paused_since is not None else self.state
 
     @property
     def paused_since(self) -> float | None:
-        """When a user paused the run, in seconds since 1970; None: it is not paused."""
+        """Return when a user paused the run, in seconds since 1970; None: it is not paused."""
         table = read_table(self.path) if self.state == RUNNING else None
         return table.paused_since if table is not None else None
 
@@ -174,7 +174,7 @@ class RunFolder:
             self._held.found = (None, None)
             connection = open_for_reading(file)
             self._held.found = (connection, now)
-            self.positions = Positions()  # of another file, it may be
+            self.positions = Positions()  # the record may be another file now
         try:
             yield connection
         except sqlite3.Error as error:
@@ -212,7 +212,7 @@ def explain(name: str) -> dict[str, str]:
 def open_runs(paths: list[Path]) -> dict[str, RunFolder]:
     """Return runs by key: the folder's name, with the parent's name or a number where two are equal.
 
-    A folder that is not a run itself stands for the runs in it.
+    A folder that is not a run is replaced by the runs in it.
     """
     folders: list[Path] = []
     for path in paths:

@@ -21,7 +21,7 @@ from slime.record.reader import conditions
 from slime.record.samples import read_tokens
 
 _DEADLINE_S = 0.08
-_LOOK_STEPS = 2000  # of SQLite's machine between two looks at the clock
+_LOOK_STEPS = 2000  # instructions of SQLite between two checks of the deadline
 _PREVIEW = 240  # characters
 _MAX_PAGE = 500
 _JOINED = "samples s JOIN groups g ON g.id = s.group_row JOIN rollouts r ON r.id = g.rollout"
@@ -131,7 +131,7 @@ def page(
     limit: int = 100,
     after: str = "",
 ) -> dict[str, Any]:
-    """One page of samples. `total` None: not counted; `after`: where the next page starts, "" at the end."""
+    """Return one page of samples. `total` None: not counted; `after`: where the next page starts, or ""."""
     limit = max(1, min(limit, _MAX_PAGE))
     if wanted.step is None and not wanted.filters and wanted.order in ("made", "newest"):
         return _by_position(connection, wanted, positions, offset, limit)
@@ -150,7 +150,7 @@ def _by_position(
     found: list[tuple[Any, ...]] = []
     while len(found) < limit and offset + len(found) < total:
         place = offset + len(found)
-        # From the end, rollouts come in reverse, but the answers of each in the order they were made.
+        # Rollouts are in reverse order, the samples of each in the order they were made.
         at = bisect_right(ends, total - 1 - place if newest else place)
         begin = ends[at - 1] if at else 0
         skipped = place - (total - ends[at]) if newest else place - begin
@@ -159,7 +159,7 @@ def _by_position(
             (rows[at], limit - len(found), skipped),
         ).fetchall()
         if not part:
-            break  # they are being removed just now
+            break  # these samples are being removed
         found += part
     return {"rows": _as_rows(found), "total": total, "after": ""}
 
@@ -198,12 +198,12 @@ def _in_order(connection: sqlite3.Connection, wanted: Wanted, limit: int, after:
         found += part
         if len(found) == limit or not complete:
             break
-    go_on = after if not complete else ""  # nothing in time: try again from there
+    next_after = after if not complete else ""  # nothing found in time: continue from the same place
     if found and (len(found) == limit or not complete):
         last = dict(zip(_FIELDS, found[-1], strict=False))
-        go_on = json.dumps([found[-1][-1], last["group_row"], last["id"]])
+        next_after = json.dumps([found[-1][-1], last["group_row"], last["id"]])
     rows = _as_rows([row[:-1] for row in found])
-    return {"rows": rows, "total": None, "after": go_on, "complete": complete}
+    return {"rows": rows, "total": None, "after": next_after, "complete": complete}
 
 
 def _stages(column: str, sign: str, after: str) -> list[tuple[str, tuple[object, ...]]]:
@@ -355,8 +355,8 @@ def history(connection: sqlite3.Connection, prompt_hash: int, limit: int = 200) 
 
 
 def repeated_prompts(connection: sqlite3.Connection, kind: str, limit: int = 100) -> list[dict[str, Any]]:
-    """Prompts of the last rollout or evaluation, those whose mean reward has risen most since their first
-    occurrence before the others.
+    """Return prompts of the last rollout or evaluation, by the rise of their mean reward since their first
+    occurrence.
     """
     mean = "(SELECT avg(s.reward) FROM samples s WHERE s.group_row = {})"
     first = "(SELECT min(b.id) FROM groups b WHERE b.prompt_hash = g.prompt_hash AND b.dataset IS g.dataset)"

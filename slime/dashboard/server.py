@@ -59,12 +59,12 @@ class Page:
         return app
 
     async def _warm_up(self, app: web.Application) -> None:
-        """Read the curves before they are needed, beside the threads that answer requests."""
+        """Read the curves before they are needed, in a thread that serves no requests."""
         threading.Thread(target=self._read_all, name="warm-up", daemon=True).start()
 
     def _read_all(self) -> None:
         for run in self.runs.values():
-            with contextlib.suppress(OSError):  # reported to whoever asks
+            with contextlib.suppress(OSError):  # reported by the request that needs them
                 run.curves.read()
 
     async def _file(self, request: web.Request) -> web.FileResponse:
@@ -92,7 +92,7 @@ class Page:
     def _run(self, request: web.Request) -> RunFolder:
         run = self.runs.get(request.match_info["run"])
         if run is None:
-            raise web.HTTPNotFound(text="there is no such run here")
+            raise web.HTTPNotFound(text="this dashboard does not show such a run")
         return run
 
     async def _in_thread(self, request: web.Request, work: Callable[[], Any]) -> web.Response:
@@ -104,7 +104,7 @@ class Page:
                 status = 404 if found is None else 200
             except (RecordError, ValueError, OSError, OverflowError) as error:
                 found, status = {"error": str(error)}, 400
-            # The token leaves this process in no answer, whatever file it stands in.
+            # No response contains the token, whatever file it was read from.
             return status, json.dumps(found, default=str).replace(self.access.token, logs.HIDDEN).encode()
 
         status, body = await asyncio.get_running_loop().run_in_executor(self._threads, as_bytes)
@@ -115,7 +115,7 @@ class Page:
         return response
 
     async def _act(self, request: web.Request) -> web.Response:
-        """Ask something of the run, or change its labels."""
+        """Request an action of the run, or change its labels."""
         run = self._run(request)
         if not self.may_act:
             raise web.HTTPForbidden(text="this dashboard is read-only")
@@ -131,7 +131,7 @@ class Page:
             if labels is not None:
                 return write_labels(run.path, *labels)
             if run.state != RUNNING:
-                raise ValueError(f"the run does not run: {run.state}")
+                raise ValueError(f"the run is not active: {run.state}")
             return {"id": ask(run.path, str(name), value, "page")}
 
         return await self._in_thread(request, write)
@@ -178,7 +178,7 @@ def _samples(page: Page, run: RunFolder, request: web.Request) -> Any:
 
 
 def _of_record(query: Callable[[sqlite3.Connection, web.Request], Any]) -> Answer:
-    """Answer with what a query finds in the record."""
+    """Return a handler that responds with the result of a query on the record."""
 
     def answer(page: Page, run: RunFolder, request: web.Request) -> Any:
         with run.record() as connection:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from slime.catalog.metrics import is_eval_score
 from slime.utils.machine.own_command import as_typed
 
-PATIENCE = 3  # rollouts in a row that must show the same
+PATIENCE = 3  # consecutive rollouts that must show the problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +156,14 @@ def _special_ending(history: MetricHistory, facts: Facts) -> tuple[str, str] | N
         return None
     share = history.last("rollout/special_ending_ratio")[-1]
     return (
-        f"{share:.0%} of the responses end in a special token, and {PATIENCE} rollouts earned nothing",
+        f"{share:.0%} of the responses end in a special token; {PATIENCE} rollouts had no reward above 0",
         "does the reward compare text? Use slime.rollout.rm_hub.response_text(args, sample), or set "
         "--rollout-skip-special-tokens",
     )
 
 
 @_check
-def _answers_cut(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
+def _truncated_responses(history: MetricHistory, facts: Facts) -> tuple[str, str] | None:
     if not history.streak("rollout/truncated_ratio", lambda share: share >= 0.5):
         return None
     share = sum(history.last("rollout/truncated_ratio")) / PATIENCE
@@ -181,8 +181,8 @@ def _entropy_collapse(history: MetricHistory, facts: Facts) -> tuple[str, str] |
         return None
     return (
         f"the entropy of the policy fell from {before:.3g} to {now:.3g}",
-        "it responds nearly always the same and explores no more: lower --lr, raise --entropy-coef or "
-        "--eps-clip-high, or --use-kl-loss",
+        "its responses are nearly always the same, so it no longer explores: lower --lr, raise "
+        "--entropy-coef or --eps-clip-high, or add --use-kl-loss",
     )
 
 

@@ -46,7 +46,7 @@ def init_tracking(args: Any, primary: bool = True, **kwargs: Any) -> Tracker:
 
 
 def log(args: Any, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
-    """Record metrics; the step is `step`, or what the metrics hold under `step_key`."""
+    """Record metrics at `step`, which defaults to the metrics' own value of `step_key`."""
     if _tracker is None and not getattr(args, "run_dir", None):
         return  # outside of a run nothing is tracked
     place = metrics.get(step_key)
@@ -101,7 +101,7 @@ def reinit_wandb_primary_with_open_metrics(args: Any, router_addr: str | None = 
 
 
 def wandb_run_id(args: Any) -> str | None:
-    """Return the id of the run at Weights & Biases: --wandb-run-id, or slime's own."""
+    """Return the id of the run at Weights & Biases: --wandb-run-id, or the id of slime."""
     given: str | None = getattr(args, "wandb_run_id", None)
     record = read_run(Path(args.run_dir)) if given is None and getattr(args, "run_dir", None) else None
     return given or (record.id if record is not None else None)

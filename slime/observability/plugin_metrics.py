@@ -46,12 +46,12 @@ class RolloutStep(int):
 
 
 def dict_add_prefix(d: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """`({"mean": 1}, "len/")` -> `{"len/mean": 1}`."""
+    """Add a prefix to each key: `({"mean": 1}, "len/")` -> `{"len/mean": 1}`."""
     return {f"{prefix}{key}": value for key, value in d.items()}
 
 
 def compute_statistics(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median, maximum and minimum."""
+    """Return mean, median, maximum and minimum."""
     return distribution(list(values))
 
 
@@ -61,7 +61,7 @@ def compute_pass_rate(
     num_groups: int | None = None,
     group_ids: Sequence[Hashable] | None = None,
 ) -> dict[str, float]:
-    """pass@1, pass@2, pass@4, ... up to the group size, as a mean over the groups that have enough samples.
+    """Return pass@1, pass@2, pass@4, ... up to the group size, as means over groups with enough samples.
 
     Rewards lie group after group; with `group_ids`, each reward names its group, and groups may differ in
     size. A reward of 1 is correct.

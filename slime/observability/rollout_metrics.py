@@ -73,7 +73,7 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def eval_metrics(args: PluginArgs, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return `eval/*` of all datasets: {name: {"rewards": [...], "truncated": [...], "samples": [...]}}.
 
-    A reward that could not be computed is None: no part of the mean, and counted as `eval/{name}-failed`.
+    A reward that could not be computed is None: it is not in the mean, and counted in `eval/{name}-failed`.
     """
     metrics: dict[str, float] = {}
     for name, result in data.items():
@@ -138,7 +138,7 @@ def agent_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return unbiased pass@k: the chance that k samples drawn without replacement hold a correct one."""
+    """Return unbiased pass@k: the probability that k samples drawn without replacement hold a correct one."""
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
@@ -160,7 +160,7 @@ def pass_rates(rewards_by_group: Iterable[Sequence[float]], largest: int | None 
 
 
 def has_repetition(text: str) -> bool:
-    """Return whether the end of the text compresses more than tenfold, as text of a looping model does."""
+    """Return whether the end of the text compresses more than tenfold: the model is looping."""
     tail = text[-_REPETITION_TAIL_CHARS:].encode(errors="replace")
     if len(tail) <= _EMPTY_BYTES * _REPETITION_RATIO:
         return False  # too short to compress that much
@@ -179,13 +179,13 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 def version_metrics(samples: Sequence[Sample], current_version: str | int | None) -> dict[str, float]:
     """Return the weight versions of the tokens and their staleness: mean over tokens, and maximum."""
     weights: Counter[Any] = Counter()  # tokens by version
-    wrote: list[int] = []  # number of versions in each sample
+    versions: list[int] = []  # number of versions in each sample
     for sample in samples:
         for version, start, end in sample.version_spans:
             if end > start:
                 weights[version] += end - start
         if sample.version_spans:
-            wrote.append(len({version for version, _, _ in sample.version_spans}))
+            versions.append(len({version for version, _, _ in sample.version_spans}))
     weights = weights or Counter(version for sample in samples for version in sample.weight_versions)
     by_number: Counter[int] = Counter()
     for version, weight in weights.items():
@@ -202,9 +202,9 @@ def version_metrics(samples: Sequence[Sample], current_version: str | int | None
         for number, weight in by_number.items():
             name = f"staleness/{lag_name(max(0, current - number))}"
             metrics[name] = metrics.get(name, 0.0) + weight / total
-    if wrote:
-        metrics["versions_per_sample"] = statistics.fmean(wrote)
-    metrics["mixed_version_frac"] = sum(count > 1 for count in wrote) / len(samples)
+    if versions:
+        metrics["versions_per_sample"] = statistics.fmean(versions)
+    metrics["mixed_version_frac"] = sum(count > 1 for count in versions) / len(samples)
     return metrics
 
 

@@ -24,7 +24,7 @@ from slime.utils.types import Sample
 __all__ = ["TraceSpanContext", "trace_span"]
 
 TRACE_VERSION = 2
-TraceSpanContext = trace_span  # what `with trace_span(...) as span` gives is the span itself
+TraceSpanContext = trace_span  # `with trace_span(...) as span` yields the span itself
 SGLANG_TRACE_META_KEYS = {
     "prompt_tokens": "prompt_tokens",
     "completion_tokens": "completion_tokens",

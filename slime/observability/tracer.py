@@ -26,7 +26,7 @@ from slime.utils.types import Sample
 
 LOOP, ENGINES, EPISODES, REWARD, TRAINER = "loop", "engines", "episodes", "reward", "trainer-{rank}"
 PUSH, WAITS = "push", "waits: {owner}"
-_OF_THE_LOOP = ("run", "start of the run")  # owners whose waits are spans of the loop's lane already
+_OF_THE_LOOP = ("run", "start of the run")  # owners whose waits are in the lane of the loop already
 _MAX_WAITS = 200  # the longest waits of one process in one step
 _LANE_OF_SAMPLE_SPAN = {
     "generate": ENGINES,
@@ -128,11 +128,11 @@ def add_sample_span(target: Any, name: str, start: float, attrs: Mapping[str, An
                 about["attempt"] = carrier["attempt"]
             carrier["spans"].append({"name": name, "start": start, "end": end, "about": about})
     except Exception:  # tracing must not fail what it observes
-        logger.debug("the span %s could not be recorded", name, exc_info=True)
+        logger.debug("The span %s could not be recorded.", name, exc_info=True)
 
 
 def carriers(target: Any) -> list[dict[str, Any]]:
-    """Return the dicts that hold the spans of a target; what cannot be traced has none."""
+    """Return the dicts that hold the spans of a target; empty for a target that cannot be traced."""
     if isinstance(target, Sample):
         return [carrier_of(target)]
     if isinstance(target, (list, tuple)):

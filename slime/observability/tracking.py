@@ -1,10 +1,10 @@
-"""Metrics of a run: one JSON object per line in metrics.jsonl, which trackers read.
+"""Writes the metrics of a run to metrics.jsonl, one JSON object per line; trackers read that file.
 
 A line holds every metric of one report, its step axis and the wall time:
     {"time": 1754820000.1, "run": "3f9c01aa", "start": 1, "step_key": "rollout/step", "step": 3,
      "rollout/step": 3, "rollout/raw_reward": 0.5}
 `run` is the id of the run that the folder belongs to (run.json), `start` counts its starts. A resumed run
-appends; where a step occurs twice, the later line is the one that counts.
+appends; where a step occurs twice, the later line counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tracker:
     """Writes metrics from any thread; each report is on disk when `log` returns.
 
     Trackers such as W&B read that file in processes of their own. `feeds` False: do not start them, because
-    the driver of the run has.
+    the driver of the run already did.
     """
 
     def __init__(self, args: object, run_dir: str | Path, *, feeds: bool = True):
@@ -52,7 +52,7 @@ class Tracker:
         self._feeds = [load_function(FEED)(name, self.path.parent.absolute(), options) for name in names]
 
     def log(self, metrics: Mapping[str, Any], step_key: str, step: int | None = None) -> None:
-        """Record metrics at a step of the axis `step_key`; without `step` they hold it under that key."""
+        """Record metrics at `step` on the axis `step_key`; default: the metrics' own value of that key."""
         if step is None:
             if step_key not in metrics:
                 raise ValueError(f"no step given and the metrics have no {step_key!r}")
@@ -104,7 +104,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def rows_after(path: Path, offset: int) -> Iterator[tuple[int, Row]]:
     """Yield the rows after `offset`, each with the offset of its end.
 
-    A line that is being written is left for the next call, and what a full disk left damaged is skipped.
+    An incomplete last line is left for the next call; lines that a full disk damaged are skipped.
     """
     with path.open("rb") as lines:
         lines.seek(offset)
@@ -121,7 +121,7 @@ def rows_after(path: Path, offset: int) -> Iterator[tuple[int, Row]]:
 def plain_value(key: str, value: Any) -> Any:
     """Convert a metric to a JSON value: 0-d tensors and arrays become numbers, NaN and infinity become text.
 
-    JSON has neither of these; `float()` reads them back.
+    JSON has neither NaN nor infinity; `float()` reads the text back.
     """
     if hasattr(value, "item") and hasattr(value, "dtype"):
         try:

@@ -1,4 +1,4 @@
-"""Requests to a running run: rows that the loop reads between two steps and responds to in place."""
+"""Requests to an active run: rows in its record, which the loop reads and replies to between two steps."""
 
 import contextlib
 import sqlite3
@@ -32,10 +32,10 @@ class ActionRow:
 
 
 def ask(run_dir: str | Path, name: str, value: float | None, who: str) -> int:
-    """Write a request for a run to find, and return its number. ValueError: it is not a valid request."""
+    """Write a request into the record of a run, and return its number. ValueError: it is not valid."""
     run_dir = Path(run_dir)
     if name not in ACTIONS:
-        raise ValueError(f"{name!r} is no action; there are {', '.join(ACTIONS)}")
+        raise ValueError(f"{name!r} is not an action; choose from {', '.join(ACTIONS)}")
     wrong = ACTIONS[name].wrong_value(value)
     if wrong:
         raise ValueError(f"{name}: {wrong}")

@@ -1,7 +1,7 @@
 """Proves from the ledger that no sample was lost or trained twice.
 
-Only the history that the run continued counts. What happened after the point from which a later start resumed
-was lost with its process, and happened again.
+Only the history that the run continued counts. Events after the point from which a later start resumed were
+lost with their process, and repeated.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Audit:
     groups: Counter[str] = field(default_factory=Counter)
     num_samples: int = 0  # trained
     redone: int = 0  # steps that were lost and repeated
-    recalled: int = 0  # samples that were taken from the ledger instead of generated again
+    recalled: int = 0  # samples that were restored from the ledger instead of generated again
     unrecorded: list[int] = field(default_factory=list)  # steps whose samples could not be written
     unnumbered: list[int] = field(default_factory=list)  # steps whose samples belong to no group
     digest: str = ""  # counts of all that was trained, dropped and evaluated
@@ -71,8 +71,8 @@ def _audit(path: Path, finished: bool, run_id: str | None, saved: Iterable[int])
     unknown = sorted(step for step in saved if step not in trained and step > last_load)
     if unknown:  # a checkpoint waits until everything before it is written
         found.violations.append(
-            f"there are checkpoints after steps {unknown[:5]}, and the ledger does not say that these were "
-            "trained: its last events are lost (is record.db-wal complete, and in the same folder?)"
+            f"there are checkpoints after steps {unknown[:5]}, but the ledger has no event of their "
+            "training: its last events are lost (is record.db-wal complete, and in the same folder?)"
         )
     if not rows:  # a start that was killed before its first event has nothing to lose
         if finished:
@@ -174,7 +174,7 @@ def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: 
             if lost:  # reported once: each later checkpoint would miss them as well
                 found.violations.append(
                     f"start {row.start} resumed from the checkpoint after step {row.rollout}, but the ledger "
-                    f"does not say that steps {lost[:5]} were trained: could it not be written (a full disk)?"
+                    f"has no event of the training of steps {lost[:5]}: was it not written (a full disk)?"
                 )
                 consumed |= set(lost)
         elif row.event == "consumed":

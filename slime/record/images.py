@@ -1,4 +1,4 @@
-"""Small copies of the images that samples show, encoded anew: no byte that somebody else wrote is kept."""
+"""Stores small re-encoded copies of the images of samples: no original byte is kept."""
 
 import base64
 import contextlib
@@ -10,15 +10,15 @@ from typing import Any
 from slime.utils.media.pictures import picture_bytes
 from slime.utils.types import Sample
 
-_SIDE, _PIXELS = 512, 1 << 14  # longest side of a copy; up to this size it is exact
+_SIDE, _PIXELS = 512, 1 << 14  # longest side of a copy; images of at most so many pixels keep their size
 _MOST, _MOST_BYTES = 16, 1 << 19  # images of a sample; bytes of one
 _KINDS = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}  # by the first bytes
 
 
 def images_of_group(samples: Sequence[Sample]) -> Iterator[tuple[int, int, bytes]]:
-    """Yield number of the sample, place and copy of each image, of samples with others than the one before.
+    """Yield (sample, place, copy) of each image; samples with the same images as the one before are skipped.
 
-    An empty copy: the sample shows no image, or one that cannot be read.
+    An empty copy: the sample has no image, or one that cannot be read.
     """
     before: list[int] = []
     for member, sample in enumerate(samples):
@@ -54,7 +54,7 @@ def read_images(connection: sqlite3.Connection, group_row: int, row: int) -> lis
 
 
 def _data_url(data: bytes) -> str | None:
-    """Return what a browser may show: a PNG or JPEG by its first bytes, and not too large."""
+    """Return the data URL of an image that a browser may show: a PNG or JPEG that is not too large."""
     kind = next((kind for head, kind in _KINDS.items() if data.startswith(head)), None)
     is_shown = kind is not None and len(data) <= _MOST_BYTES
     return f"data:{kind};base64,{base64.b64encode(data).decode()}" if is_shown else None

@@ -14,7 +14,7 @@
     evaluated  an evaluation is complete
     resumed    a start of the run resumed after step `rollout`; `value`: the last rollout it already has
 
-A step that was lost with its process is consumed again; `resumed` says which steps count no more.
+A step that was lost with its process is consumed again; `resumed` marks the steps that no longer count.
 """
 
 import logging
@@ -53,7 +53,7 @@ class LedgerRow:
 
 
 class Note(NamedTuple):
-    """An event for the writer: the columns of `ledger`, and what else happens in the same transaction."""
+    """An event for the writer: the columns of `ledger`, and a function to call in the same transaction."""
 
     time: float
     event: Event
@@ -69,9 +69,9 @@ class Note(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A sample was generated, and perhaps scored.
+    """An event for the writer: a sample was generated, and perhaps scored.
 
-    The writer stores `payload`, from which it can be restored, only if the group is still undecided by then.
+    The writer stores `payload`, from which a sample can be restored, only if its group is still undecided.
     Example: Finished(1.7e9, 3, 17, "8c1f", (68, 0, 0, 4), "completed", 1.0, b"...").
     """
 
@@ -94,7 +94,7 @@ AnyNote = Note | Finished
 
 @dataclass(frozen=True, slots=True)
 class ForgetEntries:
-    """Removes the stored samples of decided groups: the rollout that `keep` writes has them, or a cursor."""
+    """Removes the stored samples of decided groups, after `keep` has written the rollout that has them."""
 
     groups: Sequence[int]
     keep: Callable[[sqlite3.Connection], object] | None = None

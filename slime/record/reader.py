@@ -1,4 +1,4 @@
-"""Reads a run's record: its rollouts, the samples of one, the same prompt early and late."""
+"""Reads a run's record: rollouts, samples by any condition, and one prompt in two steps."""
 
 import json
 import sqlite3

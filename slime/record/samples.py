@@ -14,7 +14,7 @@ from slime.record.texts import json_text, prompt_hash, prompt_text, storable
 from slime.utils import codec
 from slime.utils.types import Sample, flatten_samples
 
-_ALL_ONES = 1  # stands for a loss mask that trains the whole response
+_ALL_ONES = 1  # encodes a loss mask that trains the whole response
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def group_entries(
     reason: str | None = None,
     dataset: str | None = None,
 ) -> list[Entry]:
-    """Return entries for what a rollout function returned: groups, or samples with group indices."""
+    """Return entries for the result of a rollout function: groups, or samples with group indices."""
     groups: dict[tuple[str, int], list[Sample]] = {}
     for number, item in enumerate(samples):
         for sample in flatten_samples([item]):
@@ -61,7 +61,7 @@ def group_entries(
 
 
 def reward_number(sample: Sample, key: str | None) -> float | None:
-    """Return the reward as one number, of a reward with several parts the one named `key`; None: none."""
+    """Return the reward as one number (for a dict the entry `key`); None: there is none."""
     value: Any = sample.reward
     value = value.get(key) if isinstance(value, dict) and key else value
     try:
@@ -179,8 +179,8 @@ def _as_list(values: Any) -> Any:
 def checksum(connection: sqlite3.Connection, rollout: int) -> int:
     """Return a checksum of the samples of a rollout's row.
 
-    The audit compares it with the one that was stored when they were written: SQLite notices damage to its
-    own structure, not to the values.
+    The audit compares it with the checksum that was stored with the samples: SQLite detects damage to its own
+    structure, not to values.
     """
     rows = connection.execute(
         "SELECT s.numbers, s.num_tokens, s.reward, s.response FROM samples s "

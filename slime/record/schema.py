@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 RECORD_FILE = "record.db"
 _OLDER = ("1", "2", "3", "4", "5")  # slime.record.convert_old
 _BUSY_S = 30.0  # how long a statement waits for another process's lock
-# Errors of reading a file. The last one: names of its tables are not valid text.
+# Errors of reading a damaged file. The last one: names of tables are not valid text.
 READ_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 
@@ -136,7 +136,7 @@ def _check_owner(connection: sqlite3.Connection, path: Path, run_id: str) -> str
 
 def _refuse_no_file(path: Path) -> None:
     if path.exists() and not path.is_file():
-        raise RecordError(f"{path} is not a file, but the run writes its record there: move it away.")
+        raise RecordError(f"{path} is not a file, and the run writes its record there: move it away.")
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
@@ -212,7 +212,7 @@ def unusable(path: Path, what: str, error: Exception) -> RecordError:
 
 
 def open_for_asking(path: Path) -> sqlite3.Connection:
-    """Open the record to write a request to a run: for one short transaction, while its writer is active."""
+    """Open the record of a run to write a request in one short transaction, beside its active writer."""
     if not path.is_file():
         raise RecordError(f"{path} does not exist: the run has no record to write to.")
     connection = _connect(f"{path.resolve().as_uri()}?mode=rw", path)
@@ -240,7 +240,7 @@ def _check_schema(connection: sqlite3.Connection, path: Path) -> str:
             f"{path} is empty: its content is in {path.name}-wal, which is not in the same folder."
         )
     if "meta" not in tables:
-        raise RecordError(f"{path} is no record of a run.")
+        raise RecordError(f"{path} is not the record of a run.")
     (found,) = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone() or ("missing",)
     if found != str(SCHEMA_NUMBER) and found not in _OLDER:
         raise RecordError(

@@ -7,8 +7,8 @@
     histograms how ratios and entropies of a step's trained tokens are distributed
     images     small copies of the images that samples show
     pieces     the text of every token id that occurred
-    spans      what took how long in which lane: the loop, engines, rewards, trainer ranks, weight pushes
-    actions    what a user asked of the run, and how the run responded between two steps
+    spans      named time spans by lane: the loop, engines, rewards, trainer ranks, weight syncs
+    actions    the requests of users, and the replies of the run
     ledger     one row per event of a group, a sample or a step, in the order they happened; never changed
     ledger_finished, ledger_rollouts
                whole samples and batches that no checkpoint covers yet; a killed run resumes with them

@@ -1,8 +1,8 @@
-"""The one writer of a run's record: a thread that writes what the run hands over, in order.
+"""Writes a run's record in one thread, in the order in which entries are submitted.
 
-The thread gathers for `GATHER_S` and then writes everything at once; a killed process loses at most that.
+The thread collects entries for `GATHER_S` and then writes them together; a killed process loses only those.
 Finished samples whose batch is complete by then are not stored separately. A write that fails (a full disk)
-is retried in smaller parts; the run continues, and the file says how much could not be written.
+is retried in smaller parts; the run continues, and the file counts what could not be written.
 """
 
 import contextlib
@@ -251,7 +251,7 @@ class RecordWriter:
         else:
             self._missed["missed_events"] += len(part)
             what = f"{len(part)} events of rollout {part[-1].rollout}: not recorded, so that after a crash "
-            what += f"more is generated again than needed; `{as_typed('ledger', 'audit')}` can prove nothing"
+            what += f"more is generated again than needed; `{as_typed('ledger', 'audit')}` proves nothing"
         with contextlib.suppress(sqlite3.Error), self._connection:  # these few bytes may still fit
             self._write_missed()
         if is_first:

@@ -15,11 +15,11 @@ T = TypeVar("T")
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
-_replacement: Callable[[Coroutine[Any, Any, Any]], Any] | None = None  # of a simulation; None: the real loop
+_replacement: Callable[[Coroutine[Any, Any, Any]], Any] | None = None  # set by a simulation
 
 
 def get_loop() -> asyncio.AbstractEventLoop:
-    """The process's background loop, started on first use."""
+    """Return the process's background loop, which starts on first use."""
     global _loop, _thread
     with _lock:
         if _loop is None or _thread is None or not _thread.is_alive():
@@ -31,7 +31,7 @@ def get_loop() -> asyncio.AbstractEventLoop:
 
 @contextlib.contextmanager
 def replaced_by(runner: Callable[[Coroutine[Any, Any, Any]], Any]) -> Iterator[None]:
-    """Within this block `run` is `runner`: a simulation has a loop, and a time, of its own."""
+    """Replace `run` by `runner` in this block: a simulation has its own loop and clock."""
     global _replacement
     before, _replacement = _replacement, runner
     try:
@@ -41,7 +41,7 @@ def replaced_by(runner: Callable[[Coroutine[Any, Any, Any]], Any]) -> Iterator[N
 
 
 def current_loop() -> asyncio.AbstractEventLoop | None:
-    """The background loop, if it was ever started."""
+    """Return the background loop; None: it was never started."""
     return _loop
 
 
@@ -56,7 +56,7 @@ def run(coro: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
     if threading.current_thread() is _thread:
         coro.close()
         raise RuntimeError(
-            "slime.utils.async_utils.run was called on the loop it would wait for: use `await` there"
+            "slime.utils.async_utils.run was called on the loop that it would block: use `await` there"
         )
     future = asyncio.run_coroutine_threadsafe(coro, get_loop())
     try:
@@ -90,17 +90,17 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def started(start: Callable[[Callable[[], None]], object], call: Callable[[], T]) -> Future[T]:
-    """Return the future result of `call`, from a thread that `start` gives its work to."""
+    """Return a future of `call()`, which runs where `start` runs the function that it gets."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # who no longer waits cannot cancel it: the result has a place
+    future.set_running_or_notify_cancel()  # from now on a caller cannot cancel it
 
     def work() -> None:
         try:
             future.set_result(call())
-        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # no event loop bears them
+        except (StopIteration, KeyboardInterrupt, GeneratorExit) as error:  # these break event loops
             reason = f"{type(error).__name__}: {error}"
             future.set_exception(RuntimeError(reason).with_traceback(error.__traceback__))
-        except BaseException as error:  # a panic of a library in Rust is no Exception, and someone waits
+        except BaseException as error:  # a panic in a Rust library is not an Exception
             future.set_exception(error)
 
     start(work)

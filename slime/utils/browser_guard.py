@@ -1,9 +1,9 @@
-"""Refuses requests that web pages make a browser send to servers on this machine; programs are served.
+"""Refuses requests that foreign web pages send through a browser to servers on this machine.
 
-A page of any site can send requests to loopback, but it cannot choose every header: browsers name the page's
-origin, ask before they send JSON, and name in `Host` what they looked up. So requests are refused that have a
-foreign origin, a body of another kind than JSON, or a host name that is not this machine's: a site may point
-a name of its own to 127.0.0.1 (DNS rebinding). A plain address as host is fine.
+A page of any site can send requests to loopback, but it cannot choose every header: browsers send the page's
+origin, send JSON only after a preflight request, and put the name that they resolved into `Host`. Requests
+with a foreign origin, a body that is not JSON, or a host name that is not this machine's are refused: a site
+may point its own name to 127.0.0.1 (DNS rebinding). A plain address as host is accepted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_known_host(header: str, known: frozenset[str]) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return not name  # HTTP/1.0 has none; browsers do not speak it
+        return not name  # only HTTP/1.0 has no host, and browsers do not use it
     return True
 
 
@@ -47,7 +47,7 @@ def _plain(name: str) -> str:
 
 
 def token_guard(token: str, but: str | None = None) -> Middleware:
-    """Return a middleware that asks every request for the token; `but`: not those of such a path."""
+    """Return a middleware that requires the token of every request, except for the path `but`."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -63,7 +63,7 @@ def token_guard(token: str, but: str | None = None) -> Middleware:
 def browser_guard(*, known: frozenset[str] | None, json_only: bool = True) -> Middleware:
     """Return a middleware that refuses requests of web pages.
 
-    `known` None: any host, since every request needs a token. `json_only` False: bodies of any kind.
+    `known` None: any host is accepted, since every request needs a token. `json_only` False: any body is.
     """
 
     @web.middleware

@@ -10,7 +10,7 @@ integers, numpy arrays and scalars, and torch tensors.
     TensorRows                          one tensor and the length of each row; comes back as a list
 
 Equal values give equal bytes. Arrays and tensors come back in memory of their own, so they may be changed.
-Not covered: values that contain themselves, or are nested more than about 500 levels deep.
+Values that contain themselves, or are nested more than about 500 levels deep, are not supported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ForeignValue(CodecError):
 
 
 class TensorRows(list[Any]):
-    """Tensors with one dimension, of one type, written as one buffer: each alone takes 20 times longer.
+    """1-D tensors of one dtype that are written as one buffer, 20 times faster than one by one.
 
     Example: the rows [5, 6] and [7] are written as the tensor [5, 6, 7] with the lengths [2, 1].
     """
@@ -52,7 +52,7 @@ def with_rows(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Marker:
-    """The decoded key of a map that stands for a tuple, a set, a numpy scalar, ..."""
+    """The decoded key of a map that represents a tuple, a set, a numpy scalar, ..."""
 
     def __init__(self, code: int):
         self.code = code
@@ -96,7 +96,7 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def _added_type(value: Any) -> Any:
-    """Express what msgpack does not know by what it knows. TypeError: the codec does not store it."""
+    """Express a value of an added type in msgpack's types. TypeError: the codec does not store it."""
     kind = type(value)
     if kind is tuple:
         return {_key(_TUPLE): list(value)}
@@ -142,7 +142,7 @@ def _buffer(code: int, header: bytes, values: bytes) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # who has no torch has no tensors
+    torch = sys.modules.get("torch")  # without torch there are no tensors
     return torch is not None and type(value) is torch.Tensor and value.layout is torch.strided
 
 

@@ -15,7 +15,7 @@ from slime.utils.misc import load_function
 from slime.utils.reward_failure import invalid
 from slime.utils.types import Sample
 
-PROMPT = "prompt"  # metadata: the messages that a chat template made the prompt of
+PROMPT = "prompt"  # key in metadata: the messages from which a chat template made the prompt
 _GIVEN = ("prompts", "completions", "completion_ids")
 _TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")  # objects of TRL's trainer
 
@@ -61,7 +61,7 @@ def columns_asked(function: Callable[..., Any]) -> ColumnsAsked:
 def reward_columns(
     function: Callable[..., Any], samples: Sequence[Sample], answers: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Return the arguments of one call for these samples; `answers`: their responses without special endings.
+    """Return the arguments of one call for these samples; `answers`: their responses without special tokens.
 
     If prompts are messages, a completion is a conversation of one message, as in TRL.
     """

@@ -1,4 +1,4 @@
-"""Defines the errors that end a run for a reason its user can act on, and a few that others handle."""
+"""Defines the errors that end a run for a reason its user can act on, and a few that slime handles."""
 
 
 class RunStopped(RuntimeError):
@@ -14,7 +14,7 @@ class EndedBySignal(KeyboardInterrupt):
 
 
 class FolderInUse(ValueError):
-    """A folder that a run was given belongs to another run: nothing is written there, not even this error."""
+    """The given folder belongs to another run: nothing is written there, not even this error."""
 
 
 class NotStarted(ValueError):
@@ -22,7 +22,7 @@ class NotStarted(ValueError):
 
 
 class EpisodeEnded(RuntimeError):
-    """An episode has used up its context or its budget: its function catches this and scores the rest."""
+    """An episode has used up its context or budget: its function catches this and scores what there is."""
 
 
 class EngineResponseError(ValueError):

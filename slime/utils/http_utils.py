@@ -36,14 +36,14 @@ from slime.utils.machine.ports import get_host_info as get_host_info
 from slime.utils.machine.ports import is_loopback as is_loopback
 from slime.utils.machine.ports import is_port_available as is_port_available
 
-CLIENT = "slime"  # the user agent by which servers recognise requests whose sampling was checked here
+CLIENT = "slime"  # the user agent of requests whose sampling parameters were checked by this client
 ANSWERED_BY = "X-Slime-Engine"  # set by our balancer: the address of the engine that responded
 _MAX_CONNECTIONS = 4096
 _BACKOFF_CAP_S = 5.0
-_ANSWERED_RETRIES = 8  # of a request that a living server failed on, about 15 s
+_ANSWERED_RETRIES = 8  # after error responses of a living server, about 15 s
 _WARN_EVERY_S = 30.0
-_END_S = 1.0  # at exit, for tasks to notice that they are cancelled
-_LAST_BYTES_S = 1.0  # for what follows the last event of a stream
+_END_S = 1.0  # at exit, until cancelled tasks have ended
+_LAST_BYTES_S = 1.0  # until the bytes after the last event of a stream have arrived
 # Shorter than servers keep an idle connection (uvicorn: 5 s), or a call could meet one that is closing.
 _KEEPALIVE_S = 2.0
 # Failures of the connection itself: the request may be sent again.
@@ -62,7 +62,7 @@ _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSe
 
 
 class Observer(Protocol):
-    """Sees each POST of a task. What `sending` raises is raised to the caller of `post` or `stream`."""
+    """Observes each POST of a task. An exception of `sending` reaches the caller of `post` or `stream`."""
 
     def sending(self, url: str, payload: Any) -> None: ...
 
@@ -74,7 +74,7 @@ _observer: ContextVar[Observer | None] = ContextVar("slime_http_observer", defau
 
 @contextlib.contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Show everything that is posted in this block, and in tasks started in it, to `observer`."""
+    """Let `observer` see every POST in this block and in tasks started in it."""
     token = _observer.set(observer)
     try:
         yield
@@ -131,7 +131,7 @@ def get_session() -> aiohttp.ClientSession:
     session = _sessions.get(loop)
     if session is None or session.closed:
         raise_limit()
-        # A request that passes through our balancer needs two more files there. Surplus requests wait here.
+        # A request through our balancer needs two more descriptors there. Surplus requests wait here.
         most = min(_MAX_CONNECTIONS, most_requests(files_each=3))
         session = _sessions[loop] = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=most, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S),
@@ -142,7 +142,7 @@ def get_session() -> aiohttp.ClientSession:
 
 
 def use_session(loop: asyncio.AbstractEventLoop, session: Any) -> None:
-    """Make `session` carry the requests of this loop; a simulation brings one that reaches its models."""
+    """Use `session` for the requests of this loop: a simulation has one that reaches modelled engines."""
     _sessions[loop] = session
 
 
@@ -154,7 +154,7 @@ async def close_session() -> None:
 
 @atexit.register
 def _close_sessions() -> None:
-    """Close what is open at exit, which would otherwise be reported as a leak."""
+    """Close open sessions at exit; aiohttp would report them as leaks."""
     for loop, session in list(_sessions.items()):
         with contextlib.suppress(Exception):
             if loop.is_running():
@@ -187,7 +187,7 @@ async def post(
 ) -> Any:
     """POST JSON and return the decoded response (text when it is not JSON).
 
-    `retry_if` names error responses that are worth a retry although they are no 5xx.
+    `retry_if` selects error responses other than 5xx that are retried, too.
     """
     observer = _observer.get()
     if observer is not None:
@@ -223,13 +223,13 @@ async def _request(
             _warn_of_retry(error)
         except _RETRYABLE as error:
             if attempt > max_retries:
-                what = f"no answer after {attempt} attempts ({type(error).__name__}: {error})"
+                what = f"no response after {attempt} attempts ({type(error).__name__}: {error})"
                 raise HttpError(0, what, url) from error
         await asyncio.sleep(min(0.1 * 2 ** min(attempt, 10), _BACKOFF_CAP_S) * random.uniform(0.5, 1.0))
 
 
 def _warn_of_retry(error: HttpError) -> None:
-    """Log the error, but only once in a while: thousands of requests may meet the same trouble."""
+    """Log the error at most once in a while: thousands of requests may fail for the same reason."""
     global _warned_at
     if (now := time.monotonic()) - _warned_at >= _WARN_EVERY_S:
         _warned_at = now
@@ -252,7 +252,7 @@ async def _request_once(
 
 
 def read_json(body: bytes) -> Any:
-    """Decode JSON by orjson if it is installed: responses are long lists of numbers."""
+    """Decode JSON, with orjson if it is installed: responses are long lists of numbers."""
     if orjson is None:
         return json.loads(body)
     try:
@@ -262,7 +262,7 @@ def read_json(body: bytes) -> Any:
 
 
 def _with_engine(answer: Any, response: aiohttp.ClientResponse) -> Any:
-    """Write into a response's meta_info which engine it came from, where our balancer reports it."""
+    """Add the engine that generated a response to its meta_info, if our balancer reports it."""
     engine = response.headers.get(ANSWERED_BY)
     if engine and isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict):
         answer["meta_info"]["answered_by"] = engine
@@ -276,7 +276,7 @@ async def stream(
     *,
     timeout_s: float | None = None,
 ) -> AsyncGenerator[Any, None]:
-    """POST JSON and yield the server-sent events, decoded, as they come. Nothing is retried.
+    """POST JSON and yield the decoded server-sent events as they arrive. Nothing is retried.
 
     Raises `HttpError`: with the status of an error response, or 0 if the connection ends before [DONE].
     """
@@ -287,7 +287,7 @@ async def stream(
     try:
         async with asyncio.timeout_at(deadline):
             response = await get_session().post(url, json=payload, headers=with_token(url, headers))
-        # Closed here: a generator that is left to the garbage collector costs the loop a wake-up and a task.
+        # Closed here: leaving a generator to the garbage collector costs the loop a wake-up and a task.
         async with response, contextlib.aclosing(_events(response, deadline)) as arrived:
             async for texts, ended in arrived:
                 for text in texts:
@@ -308,7 +308,7 @@ async def _events(
 ) -> AsyncGenerator[tuple[list[bytes], bool], None]:
     """Yield the events that arrived together, and whether [DONE] did; TimeoutError at the deadline.
 
-    Events have any length: the line reader of aiohttp has a limit that one event of a long response exceeds.
+    Events may be longer than the limit of aiohttp's line reader.
     """
     if response.status >= 400:
         async with asyncio.timeout_at(deadline):

@@ -14,18 +14,19 @@ IdsAndMask = tuple[list[int], list[int]]  # of equal length
 
 _DISTILL_MARK = "<｜Assistant｜>"
 _PROBE_USER = {"role": "user", "content": "?"}
-# Templates write these, or refuse them by name. Other roles many of them skip without a word.
+# Templates render these roles, or refuse them with an error. Many skip other roles silently.
 _COMMON_ROLES = ("system", "user", "assistant", "tool")
 
 
 class MultiTurnLossMaskGenerator:
-    """Token ids and loss mask of a conversation. `tokenizer_type`
-    names how its chat template treats earlier turns.
+    """Computes token ids and loss mask of a conversation.
 
-    qwen: turns are rendered alike wherever they stand. qwen3: the template drops the thinking of
-    earlier turns, so each turn is rendered as if it were the newest. qwen3_5: the whole conversation
-    as the template writes it, earlier thinking dropped. distill_qwen: one question, one answer.
-    text: no template; contents follow each other, the end-of-sequence token comes last.
+    `tokenizer_type` names how its chat template treats earlier turns.
+
+    qwen: a turn is rendered the same at every position. qwen3: the template drops the thinking of earlier
+    turns, so each turn is rendered as if it were the last. qwen3_5: the whole conversation as the template
+    writes it, without earlier thinking. distill_qwen: one question, one response. text: no template;
+    contents are concatenated, and the end-of-sequence token comes last.
     """
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
@@ -56,11 +57,11 @@ class MultiTurnLossMaskGenerator:
         return self._generate(messages, tools)
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
-        """Return for each mask the number of tokens from the first trained one to the end; 0 if none is."""
+        """Return for each mask the number of tokens from the first trained one to the end; 0: none is."""
         return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
 
     def get_text_from_loss_mask(self, token_ids: list[int], loss_mask: list[int]) -> list[str]:
-        """Return the trained stretches as text, for inspection."""
+        """Return the text of each trained span, for inspection."""
         pairs = zip(token_ids, loss_mask, strict=True)
         stretches = itertools.groupby(pairs, key=lambda pair: bool(pair[1]))
         return [self.tokenizer.decode([token for token, _ in run]) for trained, run in stretches if trained]
@@ -68,7 +69,7 @@ class MultiTurnLossMaskGenerator:
     # -- families --------------------------------------------------------------------------------------------
 
     def gen_multi_turn_loss_mask_qwen(self, messages: Messages, tools: Tools = None) -> IdsAndMask:
-        """Render once; a turn lies between the prefix that requests it and the prefix that ends it."""
+        """Render once; prefixes of the conversation mark where each turn begins and ends."""
         ids = self._encode(self._render(messages, tools))
         mask = [0] * len(ids)
         for i, message in enumerate(messages):
@@ -145,7 +146,7 @@ class MultiTurnLossMaskGenerator:
     # -- parts -----------------------------------------------------------------------------------------------
 
     def _opening(self, ids: list[int]) -> list[int]:
-        """Return the text in front of a response when the assistant speaks first, its header included."""
+        """Return the ids in front of a response when the assistant speaks first, its header included."""
         ask = _without_prefix(self._render([_PROBE_USER], None, ask=True), self._render([_PROBE_USER], None))
         header = self._encode(ask)
         ends = (i + len(header) for i in range(len(ids)) if ids[i : i + len(header)] == header)

@@ -1,4 +1,4 @@
-"""Small helpers for all: loading a function by path, grouping, periodic actions, binary metadata."""
+"""Small helpers: loading a function by path, grouping, periodic actions, binary metadata."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _load_file(file: str) -> Any:
     if not resolved.is_file():
         raise FileNotFoundError(f"no such plug-in file: {file}")
     name = plugin_module_name(resolved)
-    with _loading:  # environments load from threads of their own: none sees a module that is half there
+    with _loading:  # environments load in their own threads, which must not see a half-loaded module
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, resolved)
             assert spec is not None and spec.loader is not None, f"Python has no loader for {resolved}"

@@ -1,8 +1,8 @@
-"""Decides whether an exception of a user function may pass on retry, and explains it to its author if not.
+"""Decides whether a retry can help after an exception of a user function, and explains it if not.
 
-A mistake in the code (a missing key, a wrong type) comes again at every try, so it ends the run at once with
-the file, the line and what the function was called for. Failures of the outside world (a judge that is down,
-a timeout, a full disk) are left to the caller: they may pass.
+Every retry repeats a mistake in the code (a missing key, a wrong type), so it ends the run at once, with the
+file, the line and the subject of the call. Failures of the outside world (a judge that is down, a timeout, a
+full disk) are temporary: the caller handles them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _OUTSIDE_WORLD = (OSError, TimeoutError, EOFError, MemoryError, EngineResponseError)
-_NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # as fixed as the path in the code
+_NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # permanent, like a path in code
 _MISTAKES: tuple[type[BaseException], ...] = (
     TypeError,
     ValueError,
@@ -43,14 +43,14 @@ _MAX_LINE = 160
 
 
 class PluginError(RunStopped):
-    """A user function made a mistake that another try would repeat."""
+    """A user function made a mistake that a retry would repeat."""
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether an error is external: timeouts, connections, HTTP, the operating system.
+    """Return whether an error is external, so that a retry may succeed: timeouts, connections, HTTP, the OS.
 
-    Exceptions of a library or of the user's own making count as such unless they are a kind of
-    TypeError, ValueError and the like; a plain Exception or RuntimeError only if one of these caused it.
+    Exception classes of libraries and users count as external, unless they derive from TypeError, ValueError
+    and the like; a plain Exception or RuntimeError counts only if an external error caused it.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(may_pass(one) for one in error.exceptions)
@@ -69,10 +69,9 @@ def may_pass(error: BaseException) -> bool:
 def plugin_call(
     option: str, path: str, subject: Callable[[], str] = str, *, keep: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Around a call of the function at `path`: its mistakes become a PluginError, the rest rises as it is.
+    """Wrap a call of the function at `path`: its mistakes become a PluginError, other errors pass unchanged.
 
-    `subject` names what it was called for. `keep` are exceptions of slime that its functions may raise
-    through the user's.
+    `subject` names what the function was called for. `keep`: exceptions of slime that pass through it.
     """
     try:
         yield
@@ -80,7 +79,7 @@ def plugin_call(
         raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise  # of a person; in another thread the function made it, and it would end the event loop
+            raise  # Ctrl-C; in another thread the function itself raised it, and it would end the event loop
         passes = isinstance(error, (RunStopped, *keep)) or may_pass(error)
         if isinstance(error, Exception) and passes:
             raise
@@ -116,7 +115,7 @@ def place_of(error: BaseException, path: str) -> str:
 
 def _message(what: str, place: str, subject: str) -> str:
     lines = [what, *([f"  at {place}"] if place else []), *([f"  for {subject}"] if subject else [])]
-    return "\n".join([*lines, "  Another try would end in the same way, so the run stops here."])
+    return "\n".join([*lines, "  A retry would fail in the same way, so the run stops here."])
 
 
 def is_users_code(filename: str) -> bool:
@@ -129,7 +128,7 @@ def is_users_code(filename: str) -> bool:
 def _function_of(path: str) -> Callable[..., Any] | None:
     try:
         function = inspect.unwrap(load_function(path))
-    except Exception:  # only the message would miss it
+    except Exception:  # the message is then less detailed
         return None
     while isinstance(function, functools.partial):
         function = function.func

@@ -8,12 +8,12 @@ from rich.cells import chop_cells
 
 
 def printable(text: str) -> str:
-    """Show control characters as visible signs (ESC is ␛), and escape marks that turn text around."""
+    """Show control characters as visible signs (ESC is ␛), and escape marks that reverse text."""
     return "".join(map(_shown, text))
 
 
 def cut_lines(text: str, max_lines: int, width: int) -> str:
-    """Shorten text to `max_lines` lines of `width` columns; the last line says how much was left out."""
+    """Shorten text to `max_lines` lines of `width` columns; the last line counts the missing characters."""
     lines = [piece for line in text.expandtabs(4).splitlines() for piece in chop_cells(line, width) or [""]]
     if len(lines) <= max_lines:
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Load a model's tokenizer and processor, and encode images the way rollout engines take them."""
+"""Loads a model's tokenizer and processor, and encodes images as rollout engines expect them."""
 
 import functools
 import logging
@@ -9,8 +9,8 @@ from slime.utils.models.model_config import read_config
 
 logger = logging.getLogger(__name__)
 
-# The class that makes prompts of each type of model. SmolVLM's own needs a video processor; its pictures
-# are written as Idefics 3 writes them.
+# The processor class of each type of model. SmolVLM's own needs a video processor; its image tokens are those
+# of Idefics 3.
 _CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
@@ -32,9 +32,9 @@ def load_tokenizer(
         )
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        # What transformers makes of a folder without the files of a tokenizer.
+        # transformers returns such a tokenizer for a folder without tokenizer files.
         raise ValueError(
-            f"{name_or_path} has no tokenizer: its vocabulary is empty, so every prompt would be."
+            f"{name_or_path} has no tokenizer: its vocabulary is empty, so every prompt would be empty."
         )
     if chat_template_path is not None:
         with open(chat_template_path, encoding="utf-8") as file:
@@ -70,7 +70,7 @@ def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Any
             "Model %s has no processor, so prompts with media cannot be used: %s", name_or_path, error
         )
         return None
-    # For a text model transformers answers with its tokenizer.
+    # For a text model transformers returns its tokenizer.
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
 
@@ -111,8 +111,8 @@ def _without_videos(kind: Any) -> Any:
 def process_vision_info(prompt: list[dict[str, Any]], processor: Any = None) -> dict[str, Any]:
     """Return the pictures of a conversation as `{"images": [...] or None, "videos": None}`, in their order.
 
-    Parts of messages look like {"type": "image", "image": path, bytes, URL or PIL picture}, or as OpenAI
-    writes them; `min_pixels` and `max_pixels` beside them bound the size.
+    Parts of messages have the form {"type": "image", "image": path, bytes, URL or PIL picture}, or OpenAI's
+    form; `min_pixels` and `max_pixels` in a part bound the size.
     """
     images = []
     for message in prompt:
@@ -122,7 +122,7 @@ def process_vision_info(prompt: list[dict[str, Any]], processor: Any = None) -> 
             if kind in ("image", "image_url", "input_image"):
                 images.append(open_picture(part))
             elif kind in ("video", "audio"):
-                raise ValueError(f"a message holds a part of type {kind!r}: only pictures are read.")
+                raise ValueError(f"a message holds a part of type {kind!r}: only pictures are supported.")
     return {"images": images or None, "videos": None}
 
 

@@ -16,7 +16,7 @@ class RewardFailure:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonTooLarge(RewardFailure):
-    """A built-in check gave up: the response needed more time, memory or digits than any response gets."""
+    """A built-in check exceeded its limit of time, memory or digits."""
 
 
 def invalid(reason: str) -> RewardFailure:

@@ -1,5 +1,4 @@
-"""Handles the token ids that an engine drew each token from (its nucleus), as responses and samples carry
-them.
+"""Handles the ids that each token was drawn from (its nucleus), as responses and samples contain them.
 
 `ids` of all tokens are concatenated; those of token i are `ids[offsets[i]:offsets[i + 1]]`. A token without
 ids was drawn from the whole vocabulary, or is tool output. An engine's log-probs are over the ids if there
@@ -18,9 +17,9 @@ from slime.utils.misc import decode_int32_meta_array, encode_int32_meta_array
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a request asks with, inside its sampling_params["custom_params"].
+# The field of a request, inside its sampling_params["custom_params"].
 REQUEST_FIELD = "return_top_p_token_ids"
-# What an answer's meta_info brings; the second names are those of older servers.
+# The fields of a response's meta_info; the second names are those of older servers.
 _IDS = ("top_p_token_ids", "top_p_kept_token_ids")
 _OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
 
@@ -38,8 +37,8 @@ def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
     if not found:
         return None
     if len(found) != 2:
-        raise ValueError(f"{_IDS[0]} and {_OFFSETS[0]} belong together, and only one of them came")
-    import torch  # only answers with such ids need it
+        raise ValueError(f"{_IDS[0]} and {_OFFSETS[0]} belong together; the response has only one of them")
+    import torch  # only responses with such ids need it
 
     ids, offsets = (torch.from_numpy(decode_int32_meta_array(value).copy()) for value in found)
     return ids, offsets

@@ -126,7 +126,7 @@ class Sample:
     loss_mask: list[int] | None = None  # one entry per response token; None: all ones
     # (start, end, reward) of each turn of the policy in the response; None: only the whole has a reward
     turn_rewards: list[tuple[int, int, float]] | None = None
-    weight_versions: list[str] = field(default_factory=list)  # one entry per engine answer, in order
+    weight_versions: list[str] = field(default_factory=list)  # one entry per engine response, in order
     # (version, start, end) in the response
     version_spans: list[tuple[str, int, int]] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
@@ -146,7 +146,7 @@ class Sample:
     spec_info: SpecInfo = field(default_factory=SpecInfo)
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
-    # Plug-ins find them here. Behind the fields, whose types are the names of the module.
+    # Names that plug-ins use. They follow the fields, whose annotations refer to the module's names.
     Status = SampleStatus
     SpecInfo = SpecInfo
     PrefixCacheInfo = PrefixCacheInfo
@@ -184,7 +184,7 @@ class Sample:
     def get_reward_value(self, args: RewardArgs) -> float:
         """Return the score, or the component that --reward-key names."""
         reward: Any = self.reward
-        key = getattr(args, "reward_key", None)  # plug-ins come with namespaces of their own
+        key = getattr(args, "reward_key", None)  # a plug-in may pass its own namespace
         value: float = reward[key] if key else reward
         return value
 
@@ -203,10 +203,10 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """The one place that keeps tokens, mask, log-probs and versions aligned.
+        """Append tokens to the response and keep mask, log-probs and versions aligned with them.
 
-        Trainable tokens come from the policy and need log-probs; the rest (tool output, environment text)
-        must have none and gets log-prob 0 and mask 0. `meta_info` is the engine's answer of the same name.
+        Trainable tokens come from the policy and need log-probs; others (tool output, environment text) must
+        have none and get log-prob 0 and mask 0. `meta_info`: the field of this name in the engine's response.
         """
         new = list(map(int, tokens or ()))
         log_probs = None if log_probs is None else list(map(float, log_probs))
@@ -263,7 +263,7 @@ class Sample:
         self.status = _STATUS_OF_FINISH.get(reason, self.status)
 
     def _merge_top_p(self, meta: Mapping[str, Any], start: int, count: int, trainable: bool) -> None:
-        """Take the ids that the new tokens were drawn from; tokens of other origin have none."""
+        """Append the ids that the new tokens were drawn from; tokens of other origin have none."""
         ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
         found: tuple[Any, Any] | None = top_p.from_meta(meta)
         if found is None:
@@ -279,7 +279,7 @@ class Sample:
     def _merge_routed_experts(self, args: ExpertArgs | None, meta: Mapping[str, Any]) -> None:
         if meta.get("routed_experts") is None:
             return
-        assert args is not None, "append_response_tokens needs `args` for an answer with routed experts"
+        assert args is not None, "append_response_tokens needs `args` for a response with routed experts"
         assert args.num_layers and args.moe_router_topk, "the model's config names its layers and experts"
         start = meta.get("routed_experts_start_len", 0)
         shape = len(self.tokens) - 1 - start, args.num_layers, args.moe_router_topk
@@ -297,16 +297,16 @@ class Sample:
         offsets = self.rollout_top_p_token_offsets
         if offsets is not None and len(offsets) != self.response_length + 1:
             raise ValueError(
-                f"{len(offsets)} top-p offsets {tokens}: pass the engine's meta_info with every answer, and "
-                f"ask for it with custom_params {{{top_p.REQUEST_FIELD!r}: True}}."
+                f"{len(offsets)} top-p offsets {tokens}: pass the engine's meta_info with every response, "
+                f"and request the ids with custom_params {{{top_p.REQUEST_FIELD!r}: True}}."
             )
 
 
 class RolloutBatch(TypedDict, total=False):
     """The batch for training: N samples as per-sample lists.
 
-    L_i is the length of sample i, R_i that of its response. Keys without `Required` are there for all samples
-    or for none. Plug-ins read and change the batch as a dict; keys of their own travel with it. The comment
+    L_i is the length of sample i, R_i that of its response. Keys without `Required` exist for all samples or
+    for none. Plug-ins read and change the batch as a dict; keys of their own are kept. The comment
     after each key is an example entry: prompt [5, 6], response [7, 8, 2], of which 8 came from a tool.
     """
 
@@ -315,11 +315,11 @@ class RolloutBatch(TypedDict, total=False):
     response_lengths: Required[list[int]]  # R_i, at most L_i - 1 = 3
     loss_masks: Required[Tensors]  # [R_i] int32, 1 where a token trains = [1, 0, 1]
     rewards: Required[list[float]]  # after group normalisation = 0.7
-    raw_reward: Required[list[float]]  # as people read it = 1.0
+    raw_reward: Required[list[float]]  # as the reward function returned it = 1.0
     rollout_ids: Required[list[int]]  # of one execution; fan-out siblings share it = 12
     rollout_mask_sums: Required[list[float]]  # trained tokens of all siblings, before any rejection = 2.0
     sample_indices: Required[list[int]]  # unique over the run = 48
-    truncated: Required[list[int]]  # 1 where the length limit cut the response = 0
+    truncated: Required[list[int]]  # 1 where the length limit truncated the response = 0
     group_index: list[int]  # samples of one prompt share it; -1 where there is none = 6
     rollout_log_probs: Tensors  # [R_i] fp32 of the engine, 0 where it generated nothing = [-0.1, 0.0, -0.2]
     rollout_top_p_token_ids: Tensors  # [N_i] int32; absent where all ids could be drawn = [7, 9, 2]

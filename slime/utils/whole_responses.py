@@ -1,4 +1,4 @@
-"""Provides slime's functions of context parallelism: plug-ins always get whole responses here."""
+"""Provides THUDM/slime's context-parallel functions: here plug-ins always get whole responses."""
 
 from typing import TypeVar
 
@@ -8,12 +8,12 @@ T = TypeVar("T", Tensor, list[float])
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int, *_: object) -> Tensor:
-    """Return a value per response token of all ranks that share the sample: it is whole already."""
+    """Return the values of all response tokens unchanged: they are complete already."""
     return _whole(tensor, response_length)
 
 
 def slice_log_prob_with_cp(log_prob: T, total_length: int, response_length: int, *_: object) -> T:
-    """Return this rank's part of a value per response token: all of it."""
+    """Return this rank's part of the values of response tokens: all of them."""
     return _whole(log_prob, response_length)
 
 

@@ -222,7 +222,8 @@ def test_what_does_not_go_with_images_is_refused(tmp_path, changes, why):
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [("gemma3", "both directions"), ("qwen3", "is no vision-language family")]
+    ("kind", "why"),
+    [("gemma3", "both directions"), ("qwen3", "does not know it as a vision-language family")],
 )
 def test_other_families_are_refused_by_name(tmp_path, kind, why):
     make_tokenizer("qwen3_vl").save_pretrained(tmp_path)

@@ -138,7 +138,7 @@ def test_existing_output_and_wrong_folders_are_refused(tmp_path, capsys):
     full.mkdir()
     (full / "notes.txt").write_text("mine")
     words = ["hf-to-dist", "--hf-checkpoint", model, "--save", str(full)]
-    assert f"--save {full} is there already" in fails(words, capsys)
+    assert f"--save {full} exists already" in fails(words, capsys)
     assert "no config.json" in fails(
         ["hf-to-dist", "--hf-checkpoint", str(full), "--save", str(tmp_path / "x")], capsys
     )
@@ -198,6 +198,6 @@ def test_fp8_of_an_fp8_folder_or_over_another_is_refused(tmp_path, capsys):
     model = make_model(tmp_path / "model")
     words = ["hf-to-fp8", "--hf-checkpoint", model, "--save", str(tmp_path / "fp8")]
     assert main(["convert", *words]) == 0
-    assert "is there already" in fails(words, capsys)
+    assert "exists already" in fails(words, capsys)
     again = ["hf-to-fp8", "--hf-checkpoint", str(tmp_path / "fp8"), "--save", str(tmp_path / "x")]
     assert "is quantised already (fp8)" in fails(again, capsys)

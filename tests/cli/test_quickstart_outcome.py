@@ -104,14 +104,14 @@ def test_the_report_shows_numbers_answers_and_honest_words(run_dir):
     screen, output = plain_screen()
     screen.show_outcome(read_outcome(run_dir, QUESTIONS), SORT_DIGITS, num_held_out=512, control=None)
     text = " ".join(output.getvalue().split())
-    for expected in ("12.5%", "100.0%", "87.5%", "512 questions", "312>", "choice among known behaviours"):
+    for expected in ("12.5%", "100.0%", "87.5%", "512 questions", "312>", "known behaviour to choose"):
         assert expected in text
 
 
 def test_the_report_of_a_control_says_whether_accuracy_rose_without_the_reward(run_dir):
     outcome = read_outcome(run_dir, QUESTIONS)
     fallen = replace(outcome, accuracy={"greedy": [0.3, 0.1], "sampled": [0.2, 0.0]})
-    for shown, expected in ((outcome, "rose all the same"), (fallen, "did not rise")):
+    for shown, expected in ((outcome, "rose anyway"), (fallen, "did not rise")):
         screen, output = plain_screen()
         screen.show_outcome(shown, SORT_DIGITS, num_held_out=512, control="random-reward")
         assert expected in output.getvalue()

@@ -205,7 +205,7 @@ def test_what_cannot_be_shown_does_not_end_the_run(tmp_path, monkeypatch):
         shown.update()
 
     shown, error = on_window(run_of(tmp_path), 80, 24, monkeypatch, act)
-    assert error is None and shown.written.count("The screen failed") == 1
+    assert error is None and shown.written.count("The live view failed") == 1
 
 
 def test_half_a_line_of_metrics_is_passed_over(tmp_path, monkeypatch):
@@ -217,7 +217,7 @@ def test_half_a_line_of_metrics_is_passed_over(tmp_path, monkeypatch):
         shown.update()
 
     shown, error = on_window(run_of(tmp_path), 80, 24, monkeypatch, act)
-    assert error is None and "The screen failed" not in shown.written
+    assert error is None and "The live view failed" not in shown.written
 
 
 def test_a_debugger_gets_the_terminal(tmp_path, monkeypatch):

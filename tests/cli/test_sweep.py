@@ -49,7 +49,7 @@ def test_a_killed_sweep_continues_and_compares(world, monkeypatch, capsys):
     assert names == [f"lr={lr},seed={seed}" for lr in ("1e-2", "1e-3") for seed in (1, 2)]
     assert all(has_ended_well(Path("out") / name) for name in names)
     out = capsys.readouterr().out
-    assert "it has finished already" in out
+    assert "skipped: finished already" in out
     table = [line.split() for line in out.splitlines() if line.startswith(("run ", "lr="))]
     assert table[0] == ["run", "finished", "train/loss"] and table[1][:4] == ["lr=1e-2", "2", "of", "2"]
     assert table[1][5] == "±"
@@ -71,7 +71,7 @@ def test_a_killed_sweep_continues_and_compares(world, monkeypatch, capsys):
         (("--seeds", "0", *TASK), "--seeds"),
         (("--set", "lr=1,2", *TASK, "--save", "old", "--load", "old"), "would continue the same checkpoint"),
         (("--set", "lr=1"), "nothing to run"),
-        (("--", "plot", "x"), "a command that trains nothing"),
+        (("--", "plot", "x"), "a command that starts no run"),
     ],
 )
 def test_a_mistake_is_found_before_anything_runs(world, monkeypatch, capsys, words, complaint):

@@ -19,7 +19,7 @@ def test_a_run_whose_trainer_ends_between_steps_learns_what_the_other_does(tmp_p
     for name in SAME:
         assert series(world, "leaves", name) == series(world, "stays", name) != {}, name
     assert sorted(step_folders(world / "save")) == [0, 1, 2]
-    started = (world / "leaves" / "logs" / "trainer-0.log").read_text().count("is started; what it writes")
+    started = (world / "leaves" / "logs" / "trainer-0.log").read_text().count("starts; its output follows")
     assert started == 4  # for the first push, then for each training
     assert not list((world / "weights").glob("*weights-*"))  # nothing of the run is left there
 

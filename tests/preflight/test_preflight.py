@@ -155,9 +155,9 @@ def test_weights_that_are_not_there_or_not_whole(look, changed_model):
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     for content, why in (
-        (whole[:-1], "is no safetensors file that is whole"),
-        (b"", "is no safetensors file that is whole"),
-        (b"\xff" * 200, "is no safetensors file that is whole"),
+        (whole[:-1], "is not a complete safetensors file"),
+        (b"", "is not a complete safetensors file"),
+        (b"\xff" * 200, "is not a complete safetensors file"),
         (b"version https://git-lfs.github.com/spec/v1\n", "pointer of git-lfs"),
     ):
         file.write_bytes(content)

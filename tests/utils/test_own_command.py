@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SUGGESTION = re.compile(rf"(?<!\w)slime (?:{'|'.join(COMMANDS)})\b(?!:)[^\n]*")
 NAMED = (  # as names, or within files that others read too
     "slime train]",
-    "slime train` with these flags; what you give replaces them:",
+    "slime train` with these flags; your flags override them:",
     "slime sweep [--set NAME=VALUE,VALUE ...] [--seeds N] [--out DIR] -- [sft|dpo|...|train] FLAGS",
     "slime train",
     "slime ask",

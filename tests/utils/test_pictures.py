@@ -65,14 +65,14 @@ def test_a_relative_path_is_also_looked_for_beside_the_prompt_file(folder):
     [
         (b"", "is empty"),
         (b"GIF89a not really", "picture"),
-        (b"hello, this is text", "no picture of a known kind"),
+        (b"hello, this is text", "not a picture of a known kind"),
         ("data:image/png;base64,%%%", "base64 is damaged"),
         ("data:image/png", "without a comma"),
         ("gs://bucket/a.png", "gs:// is not read"),
         ("/no/such.png", "does not exist"),
         (7, "int 7 is no picture"),
         ({"type": "image"}, "holds no picture"),
-        ({"image": b"x", "max_pixels": 4}, "no picture of a known kind"),
+        ({"image": b"x", "max_pixels": 4}, "not a picture of a known kind"),
     ],
 )
 def test_what_is_no_picture_is_told_with_its_reason(item, why):

@@ -17,12 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     source, target = Path(options.hf_checkpoint), Path(options.save)
     with user_errors():
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ValueError(f"--save {target} is there already: give a new folder, or remove that one.")
+            raise ValueError(f"--save {target} exists already: give a new folder, or remove that one.")
         if not (source / "config.json").is_file():
             raise ValueError(
                 f"--hf-checkpoint {source}: no config.json there, so it is not a Hugging Face model folder."
             )
-        # Imported here: torch takes seconds to load, and a wrong flag does not need it.
+        # Imported here: torch takes seconds to load, and errors in flags are reported without it.
         from slime.cli.convert import fp8_folder, megatron_checkpoint, trainer_checkpoint
 
         if options.what == "hf-to-fp8":

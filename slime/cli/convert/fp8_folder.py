@@ -39,7 +39,7 @@ def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
         )
     if absent := [file.name for file in files if not file.is_file()]:
         raise ValueError(f"--hf-checkpoint {source}: {INDEX} names {', '.join(absent)}, which is not there.")
-    names = {file: tensor_names(file) for file in files}  # before anything is written: one may be damaged
+    names = {file: tensor_names(file) for file in files}  # reports damage before anything is written
     staging = target.with_name(target.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

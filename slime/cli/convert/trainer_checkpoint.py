@@ -46,7 +46,7 @@ def to_hf(
 ) -> None:
     """Write the weights of a checkpoint, with config and tokenizer of the model that it started from.
 
-    `settings`: those of the run that decide what it trained: adapters, or a reward model.
+    `settings`: the settings of the run that decide whether it trained adapters or a reward model.
     """
     checkpoint = _find(Path(options.load), options.ckpt_step)
     manifest = json.loads((checkpoint / MANIFEST).read_text())
@@ -60,7 +60,7 @@ def to_hf(
     left = sorted(files_by_tensor(source).keys() - files_by_tensor(target).keys())
     if left:
         named = f"{len(left)} tensors of {source}, the first is {left[0]}"
-        print(f"left out, because this trainer does not build them: {named}")
+        print(f"not converted, because this trainer does not build them: {named}")
 
 
 def _find(folder: Path, step: int | None) -> Path:
@@ -83,7 +83,7 @@ def _find(folder: Path, step: int | None) -> Path:
 
 @contextmanager
 def _trainer(kind: str, source: Path, settings: dict[str, Any]) -> Iterator[TrainBackend]:
-    """Create a trainer of one process with the weights of `source`; SGD, because Adam needs more memory."""
+    """Create a trainer in this process with the weights of `source`; its SGD needs less memory than Adam."""
     register_configs()
     config = AutoConfig.from_pretrained(source)
     in_16_bit = BACKENDS[kind].weights_in_dtype and config.dtype == torch.bfloat16

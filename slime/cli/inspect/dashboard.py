@@ -27,7 +27,7 @@ from slime.utils.files.restricted import FOR_OWNER, restricted
 
 DEFAULT_PORT = 8123
 ADDRESS_FILE = "dashboard_address"
-_SWITCH_S = 0.0005  # how long a request waits for a thread that computes, each time that it waits
+_SWITCH_S = 0.0005  # Python's switch interval: how long a request waits for a thread that computes
 
 
 @command
@@ -77,7 +77,7 @@ def demo_run() -> Iterator[Path]:
     packed = Path(dashboard.__file__).parent / "demo" / "demo.tar.xz"
     with tempfile.TemporaryDirectory(prefix="slime-demo-") as name:
         with tarfile.open(packed) as archive:
-            # An attribute, because Python before 3.11.4 does not know the argument.
+            # An attribute, because the argument needs Python 3.11.4.
             archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
             archive.extractall(name)
         yield Path(name) / "demo"
@@ -92,7 +92,7 @@ async def _serve(page: Page, options: argparse.Namespace, over: threading.Event)
         except OSError:
             if options.port != DEFAULT_PORT:
                 raise
-            await web.TCPSite(runner, host, 0).start()  # the default port is taken, any other will do
+            await web.TCPSite(runner, host, 0).start()  # the default port is in use; take any free one
         address = f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}/"
         with contextlib.ExitStack() as kept:
             text = f"dashboard of {', '.join(page.runs)}: {address}"
@@ -104,7 +104,7 @@ async def _serve(page: Page, options: argparse.Namespace, over: threading.Event)
             print(text, flush=True)
             print("Press Ctrl-C to stop the dashboard.", flush=True)
             if options.open:
-                webbrowser.open(address)  # without the token: other users see the command lines of processes
+                webbrowser.open(address)  # without the token: other users can read command lines
             # Ctrl-C ends the run of a follower, which then ends this process.
             for number in (signal.SIGTERM,) if options.beside else (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, over.set)
@@ -130,7 +130,7 @@ def kept_address(folder: Path, address: str) -> Iterator[Path]:
             yield file
         finally:
             with contextlib.suppress(OSError):
-                if file.read_text().strip() == address:  # else a second dashboard has written its own
+                if file.read_text().strip() == address:  # else another dashboard has replaced it
                     file.unlink()
 
 

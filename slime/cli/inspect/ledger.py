@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    inside = [] if _is_run(options.run) else runs_inside(options.run)  # such as those of a quick start
+    inside = [] if _is_run(options.run) else runs_inside(options.run)  # a quick start contains two runs
     if not inside:
         return _audit_run(options, options.run)
     codes = []
@@ -64,9 +64,9 @@ def _audit_run(options: argparse.Namespace, folder: Path) -> int:
     if found.redone or found.recalled:
         print(f"after crashes: {found.redone} steps repeated, {found.recalled} samples restored")
     if found.unrecorded:
-        print(f"samples of steps {found.unrecorded} are missing, only their outcomes are known (disk full?)")
+        print(f"steps {found.unrecorded}: samples are missing, only their outcomes are known (disk full?)")
     if found.unnumbered:
-        print(f"samples of steps {found.unnumbered} have no group_index and cannot be followed")
+        print(f"steps {found.unnumbered}: samples have no group_index and cannot be audited")
     for violation in found.violations:
         print(f"VIOLATION: {violation}")
     if not found.num_events:
@@ -105,9 +105,9 @@ def _show(options: argparse.Namespace) -> int:
             )
         for sample in chosen:
             tokens = record.tokens(sample.row)
-            fate = f"{sample.outcome}: {sample.reason}" if sample.reason else sample.outcome
+            outcome = f"{sample.outcome}: {sample.reason}" if sample.reason else sample.outcome
             place = f"step {sample.rollout_id}  group {sample.group_index}  sample {sample.sample_index}"
-            print(f"{place}  {fate}")
+            print(f"{place}  {outcome}")
             print(f"  {sample.status}, reward {sample.reward}, {sample.num_tokens} tokens")
             print(f"  prompt    {printable(sample.prompt)!r}")
             print(f"  response  {printable(sample.response)!r}")

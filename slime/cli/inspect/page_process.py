@@ -1,4 +1,4 @@
-"""The dashboard of a run with --dashboard: a separate process that ends with the run."""
+"""Runs the dashboard of `--dashboard` in a separate process that ends with the run."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from slime.utils.machine import children
 
 @contextlib.contextmanager
 def page_beside(run_dir: str) -> Iterator[None]:
-    """Serve the dashboard while the block runs; if that fails, a message says so and the run continues."""
+    """Serve the dashboard while the block runs; if that fails, print a message and continue the run."""
     words = [sys.executable, "-m", "slime", "dashboard", run_dir, "--beside"]
     process = children.start(words, stdin=children.PIPE, output=children.PIPE)
     ended = threading.Event()
@@ -24,12 +24,12 @@ def page_beside(run_dir: str) -> Iterator[None]:
         ended.set()
         assert process.stdin is not None, "it was opened as a pipe"
         with contextlib.suppress(OSError):
-            process.stdin.close()  # this ends it
+            process.stdin.close()  # the dashboard ends then
         children.wait_or_kill(process, grace_s=5.0)
 
 
 def _print_output(process: subprocess.Popen[bytes], ended: threading.Event) -> None:
-    """Print its address, and its last lines if it dies before the run ends."""
+    """Print the address of the dashboard, and its last lines if it dies before the run ends."""
     assert process.stdout is not None, "it was opened as a pipe"
     lines = io.TextIOWrapper(process.stdout, errors="replace")
     first = lines.readline().rstrip()
@@ -39,5 +39,5 @@ def _print_output(process: subprocess.Popen[bytes], ended: threading.Event) -> N
     code = process.wait()
     if first and not ended.is_set():
         how = children.describe_exit(code)
-        said = "\n".join(["; its last lines:", *last]) if last else ""
-        print(f"the dashboard {how}; the run continues{said}", flush=True)
+        tail = "\n".join(["; its last lines:", *last]) if last else ""
+        print(f"the dashboard {how}; the run continues{tail}", flush=True)

@@ -121,7 +121,7 @@ def _draw_text(name: str, groups: dict[str, list[Curve]]) -> list[str]:
             if found:
                 height = (sum(found) / len(found) - low) / (high - low) if high > low else 0.5
                 block = _BLOCKS[round(height * 7)]
-            strip += block if steps[0] <= last else " "  # a gap repeats the value before it
+            strip += block if steps[0] <= last else " "  # a gap repeats the previous value
         band = f" ± {bands[run][1][last]:.2g}" if len(groups[run]) > 1 else ""
         ends = f"{curve[first]:.4g} -> {curve[last]:.4g}{band} (steps {first} to {last})"
         lines.append(f"  {run:<{width}} {strip} {ends}")
@@ -135,7 +135,7 @@ def _draw_png(groups: dict[str, Group], names: list[str], out: Path) -> None:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise ValueError("--out needs matplotlib: pip install 'slime-rl[plot]', or leave --out out") from None
+        raise ValueError("--out needs matplotlib: pip install 'slime-rl[plot]', or remove --out") from None
     figure, axes = pyplot.subplots(len(names), 1, figsize=(8, 2.6 * len(names)), squeeze=False, sharex=True)
     for axis, name in zip(axes[:, 0], names, strict=True):
         for label, curves in _of_metric(groups, name).items():

@@ -103,7 +103,7 @@ def watch_main(argv: Sequence[str]) -> int:
 
 
 def _read(run: Path) -> Status:
-    held = is_locked(run, "--run-dir")  # read first: a run writes how it ended, then unlocks its folder
+    held = is_locked(run, "--run-dir")  # read before run.json: a run writes how it ended, then unlocks
     record = need_run(run)
     rows = read_metrics(run) if (run / METRICS_FILE).is_file() else []
     # Without an exit and a lock the run was killed, unless another start has just locked the folder.

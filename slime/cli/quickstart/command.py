@@ -47,7 +47,7 @@ from slime.utils.machine.warm_start import warm_starts
 RANDOM_REWARD = "random-reward"
 # What a quick start writes.
 OWNED = ("data", "model", "sft", "rl", "summary.json", "curve.png", "log.txt", "error.txt")
-MADE_BY_ONE = ("log.txt", "summary.json")  # the first and the last thing that it writes
+MADE_BY_ONE = ("log.txt", "summary.json")  # the first and the last file that a quick start writes
 # Modules that trainers and engines of both runs import first.
 _OF_CHILDREN = (
     "transformers.models.auto.modeling_auto",
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the quick start's own flags, with its `recipe`; `extra`: all others, which go to the RL run."""
+    """Parse the quick start's own flags and its `recipe`. `extra`: all other flags, for the RL run."""
     parser = argparse.ArgumentParser(
         prog="slime quickstart",
         description=__doc__,
@@ -117,7 +117,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def rehearsed(options: argparse.Namespace, screen: Screen) -> Iterator[Path | str]:
     """Run everything up to the first training step in a temporary folder; yield the model made for it.
 
-    Errors are raised here: before an earlier quick start is touched, and not only after the warm-up.
+    Errors are raised here, before an earlier quick start is moved and before the warm-up takes its time.
     """
     recipe = options.recipe
     # The first chunk of the warm-up is enough: no flag changes the conversations.
@@ -130,12 +130,12 @@ def rehearsed(options: argparse.Namespace, screen: Screen) -> Iterator[Path | st
                 model = f"SmolLM2-135M-Instruct from the package {smollm2.PACKAGE}"
                 screen.say(f"Model: {model}; 4-bit, de-quantised.")
             files = write_files(short, scratch)
-            # Before torch is loaded and a model is made; --print-config ends here.
+            # Checked before torch is loaded and a model is made; --print-config ends here.
             with naming(options.run_dir, in_place_of=name):
                 parse_args(rl_argv(scratch, files, options.hf_checkpoint or stand_in(scratch.run_dir)))
         stack.enter_context(warm_starts(_OF_CHILDREN))
         with screen.logging_to(scratch.run_dir / "log.txt"):
-            # Here: it loads torch, which no help need wait for.
+            # Imported here: it loads torch, which --help does not need.
             from slime.preflight.all_checks import preflight
 
             checkpoint = make_model(scratch)
@@ -146,7 +146,7 @@ def rehearsed(options: argparse.Namespace, screen: Screen) -> Iterator[Path | st
                 preflight(parse_args(warm_up, training_loop=ASYNCHRONOUS), overlapped=True).raise_errors()
         check_evaluations(args)
         derived = args.sources["dtype"].removeprefix("derived: ")
-        why = "as the recipe has it" if args.dtype in recipe.precision else derived
+        why = "set by the recipe" if args.dtype in recipe.precision else derived
         screen.say(f"Precision: {args.dtype} ({why}).")
         for warning in args.warnings:
             screen.say(f"Note: {warning}")
@@ -175,7 +175,7 @@ def check_evaluations(args: Args) -> None:
     """Require evaluations before and after training: the quick start compares them."""
     if args.skip_eval_before_train:
         raise ValueError("--skip-eval-before-train: a quick start compares before with after; leave it out.")
-    assert args.num_rollout is not None, "every recipe says how many steps it takes"
+    assert args.num_rollout is not None, "every recipe sets the number of steps"
     if args.eval_interval is None or args.eval_interval > args.num_rollout:
         raise ValueError(
             f"--eval-interval is {args.eval_interval}, but the run has {args.num_rollout} steps: a quick "
@@ -185,7 +185,7 @@ def check_evaluations(args: Args) -> None:
 
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[Path | None]:
-    """Lock the folder for this quick start; yields the folder that an earlier one was moved to."""
+    """Lock the folder for this quick start; yield the folder that an earlier one was moved to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -201,7 +201,7 @@ def opened(folder: Path) -> Iterator[Path | None]:
 def set_aside(folder: Path) -> Path | None:
     """Move an earlier quick start aside and return its new folder; None if there was none.
 
-    Names such as `data` are common: what no quick start made is refused rather than moved.
+    Names such as `data` are common, so a folder that no quick start made is refused, not moved.
     """
     found = [folder / name for name in OWNED if (folder / name).exists()]
     if not found:
@@ -232,15 +232,15 @@ def run(options: argparse.Namespace, screen: Screen, made: Path | str) -> dict[s
     checkpoint = Path(shutil.move(made, folder / "model")) if options.model == "tiny" else made
     files = write_files(recipe, options)
     if recipe.warm_up:
-        # In the asynchronous loop: a batch of written text is the same whatever the weights, and is made
-        # while the one before is trained on.
+        # The asynchronous loop suits SFT: the next batch does not depend on the weights, so it is prepared
+        # while this one is trained.
         args = parse_args(sft_argv(options, files, checkpoint), training_loop=ASYNCHRONOUS)
         phase = Progress(recipe.warm_up.num_steps, "SFT", LOSS, "loss", done_key=LOSS)
         with screen.following(phase, folder / "sft" / "metrics.jsonl"):
             run_overlapped(args)
         checkpoint = folder / "sft" / f"hf-{recipe.warm_up.num_chunks - 1}"
     args = parse_args(rl_argv(options, files, checkpoint))
-    assert args.num_rollout is not None, "every recipe says how many steps it takes"
+    assert args.num_rollout is not None, "every recipe sets the number of steps"
     phase = Progress(args.num_rollout, "RL", REWARD, "reward", done_key=REWARD)
     with screen.following(phase, folder / "rl" / "metrics.jsonl"):
         run_loop(args)
@@ -260,7 +260,7 @@ def run(options: argparse.Namespace, screen: Screen, made: Path | str) -> dict[s
 
 
 def make_model(options: argparse.Namespace) -> Path | str:
-    """Return the checkpoint that the quick start begins with."""
+    """Return the checkpoint that the quick start starts from."""
     if options.model == "tiny":
         return tiny.make_checkpoint(options.run_dir / "model", seed=options.seed)
     return options.hf_checkpoint or smollm2.ensure_checkpoint()

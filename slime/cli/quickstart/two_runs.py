@@ -1,4 +1,4 @@
-"""The quick start as two ordinary training runs: which flags the SFT warm-up and the RL run are given."""
+"""The flags of the two training runs of a quick start: the SFT warm-up and the RL run."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from slime.arguments.core.draft import COMMAND_LINE
 from slime.cli.quickstart.tasks import ADDITION, SORT_DIGITS, DataFiles, Task
 from slime.utils.machine.own_command import as_typed
 
-# Flags of the user that describe the machine; the warm-up gets these too, the RL run gets everything.
+# The user's flags that describe the machine. The warm-up gets only these; the RL run gets all flags.
 MACHINE_FLAGS = (
     "--actor-num-gpus-per-node",
     "--actor-num-nodes",
@@ -23,7 +23,7 @@ MACHINE_FLAGS = (
 )
 
 
-_DEFAULT_CONCURRENCY = 512  # of --sglang-server-concurrency
+_DEFAULT_CONCURRENCY = 512  # the default of --sglang-server-concurrency
 
 # The first lines of the run.yaml that a user continues with, and what to put there.
 _CHANGE_THESE = {
@@ -34,7 +34,7 @@ _CHANGE_THESE = {
     "custom_rm_path": "your reward: my_file.py:my_function",
     "eval_config": "your held-out questions; or remove this and eval-interval",
 }
-_MAX_PROMPTS = 50_000  # seconds to write, and far more than a quick start needs
+_MAX_PROMPTS = 50_000  # written within seconds, and far more than a quick start needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class Recipe:
     warm_up: WarmUp | None  # None: the model is already trained
     flags: dict[str, float]  # of the RL run
     precision: tuple[str, ...]  # flags of both runs
-    saves_model: bool  # a checkpoint is three times the size of the model: too much where that is large
+    saves_model: bool  # False for a large model: a checkpoint is three times its size
 
     @property
     def num_rl_prompts(self) -> int:
-        """Enough for every rollout to see fresh prompts; a very long run sees them again."""
+        """Return how many prompts give every rollout fresh ones; a very long run sees prompts again."""
         needed = self.flags["num-rollout"] * self.flags["over-sampling-batch-size"]
         return min(int(needed), _MAX_PROMPTS)
 
@@ -88,7 +88,7 @@ RECIPES = {
         flags={
             "num-rollout": 50,
             "rollout-batch-size": 32,
-            # The filter may drop four groups whose answers are all right or all wrong.
+            # The filter may drop four groups whose responses are all correct or all wrong.
             "over-sampling-batch-size": 36,
             "n-samples-per-prompt": 16,
             "lr": 6e-4,
@@ -113,9 +113,9 @@ RECIPES = {
             "min-lr": 2e-5,
             "lr-warmup-iters": 2,
             "eval-interval": 9,
-            "max-tokens-per-gpu": 4096,  # all of a step, whose prompts are then shared by one stream
+            "max-tokens-per-gpu": 4096,  # a whole step is one micro-batch, in which prompts are shared
         },
-        precision=("--dtype", "auto"),  # stored in bfloat16, which not every CPU has units for
+        precision=("--dtype", "auto"),  # the model is in bfloat16, which is slow on some CPUs
         saves_model=False,
     ),
 }
@@ -153,7 +153,7 @@ def build_sft_argv(
         "weight-decay": 0.0,
         "adam-beta2": 0.99,
         "max-tokens-per-gpu": recipe.flags["max-tokens-per-gpu"],
-        "trainer-threads": 1,  # steps of a thousand tokens; the next chunk is tokenised meanwhile
+        "trainer-threads": 1,  # steps are small, and the next chunk is tokenised meanwhile
     } | _saving(run_dir, warm_up.num_chunks)
     switches = ["debug-train-only", "calculate-per-token-loss", "use-dynamic-batch-size"]
     switches.append("disable-compute-advantages-and-returns")
@@ -197,7 +197,7 @@ def build_rl_argv(
         **recipe.flags,
     }
     in_flight = recipe.flags["over-sampling-batch-size"] * recipe.flags["n-samples-per-prompt"]
-    if in_flight > _DEFAULT_CONCURRENCY:  # a few that wait for a place would take as long as all others
+    if in_flight > _DEFAULT_CONCURRENCY:  # a few queued requests would take as long as all others
         settings["sglang-server-concurrency"] = in_flight
     if recipe.saves_model:
         settings |= _saving(run_dir, int(recipe.flags["num-rollout"]))
@@ -213,7 +213,7 @@ def build_rl_argv(
 
 
 def write_run_file(args: Args, path: Path) -> None:
-    """Write the RL run as a file for `slime train --config`, with a run folder of its own that it resumes."""
+    """Write the RL run as a file for `slime train --config`, with its own run folder, which it resumes."""
     values = args.to_dict(hide_secrets=True)
     given = {name: value for name, value in values.items() if args.sources.get(name) == COMMAND_LINE}
     for name in ("config", "print_config"):
@@ -223,7 +223,7 @@ def write_run_file(args: Args, path: Path) -> None:
     given["save_hf"] = own / "hf-{rollout_id}"
     lines = [
         f"# The RL run of this quick start. Change it, then:  {as_typed('train', '--config', path)}",
-        f"# Every flag of `{as_typed('train', '--help')}` may stand here.",
+        f"# You can set every flag of `{as_typed('train', '--help')}` here.",
     ]
     for name in sorted(given, key=lambda name: (*_CHANGE_THESE, name).index(name)):
         value = given[name]
@@ -236,12 +236,12 @@ def write_run_file(args: Args, path: Path) -> None:
 
 
 def _saving(run_dir: Path, last: int) -> dict[str, object]:
-    """Save one checkpoint at the end, and the model as a Hugging Face folder."""
+    """Return flags that save a checkpoint at the end, and the model as a Hugging Face folder."""
     return {"save": run_dir / "checkpoints", "save-interval": last, "save-hf": run_dir / "hf-{rollout_id}"}
 
 
 def machine_flags(extra: Iterable[str]) -> list[str]:
-    """Return the user's flags that say where to run: `--runtime ray --lr 1e-4` -> `--runtime ray`."""
+    """Return the user's flags about the machine: `--runtime ray --lr 1e-4` -> `--runtime ray`."""
     kept: list[str] = []
     keep = False
     for word in extra:
@@ -272,16 +272,16 @@ PRESETS = {
     "reinforce_plus_plus_baseline": "--normalize-advantages",
     "ppo": "--critic-lr 1e-3",
 }
-_FOR_TINY = ("cispo", "ppo")  # what suits the tiny model only
+_FOR_TINY = ("cispo", "ppo")  # presets for the tiny model only
 
 
 def preset(estimator: str, model: str) -> str:
-    """Return the flags of the estimator's preset; empty where the recipe of GRPO does."""
+    """Return the flags of the estimator's preset; empty if it needs none beyond GRPO's recipe."""
     return "" if estimator in _FOR_TINY and model != "tiny" else PRESETS.get(estimator, "")
 
 
 def describe(estimator: str, model: str) -> str:
     """Return one line for the screen: `Preset of ppo: --critic-lr 1e-3`."""
     if estimator not in PRESETS:
-        return f"Preset of {estimator}: none; the recipe is that of grpo."
+        return f"Preset of {estimator}: none; the recipe of grpo is used."
     return f"Preset of {estimator}: {preset(estimator, model) or 'the recipe of grpo, unchanged'}."

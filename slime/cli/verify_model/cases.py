@@ -26,7 +26,7 @@ class CaseOutcome:
     grad_norm: float
     before: dict[str, Tensor]
     after: dict[str, Tensor]
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # of a model of transformers; {}: it is another
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # of a transformers model; else empty
 
 
 def buffers_of(lm: nn.Module) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ class Verdict:
 def compare(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> Verdict:
     """Compare all numbers within `tolerance`; weights that were only loaded must be bit-identical."""
     expected, own = _gradients(reference), _gradients(found)
-    # A gradient that is zero in theory (bias of keys) is noise: compare it with the largest one.
+    # A gradient that is zero in theory (bias of keys) is noise: it is compared with the largest one.
     floor = 1e-2 * max((float(tensor.abs().max()) for tensor in expected.values()), default=1.0)
     gradients = {
         name: _relative(gradient, own[name], floor, _rounding(reference.before[name]))
@@ -45,7 +45,7 @@ def compare(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> Ver
     after = (_relative(t, found.after[name]) for name, t in reference.after.items() if name in found.after)
     errors = {
         "log-probs": _largest(map(_relative, reference.log_probs, found.log_probs)),
-        # For a nearly certain distribution it is a difference of large numbers.
+        # The entropy of a nearly certain distribution is a difference of large numbers.
         "entropy": _largest(
             _relative(a, b, 0.1) for a, b in zip(reference.entropy, found.entropy, strict=True)
         ),
@@ -68,7 +68,7 @@ def compare(reference: CaseOutcome, found: CaseOutcome, tolerance: float) -> Ver
 
 
 def _changed_tensor(reference: CaseOutcome, found: CaseOutcome, trip: dict[str, int]) -> str:
-    """Describe the first tensor that did not come through load and export unchanged."""
+    """Describe the first tensor that load and export changed."""
     name = next(name for name, differing in trip.items() if differing)
     if name.startswith(_BUFFER):
         return f"{name} does not have the values that transformers computes for it"
@@ -102,7 +102,7 @@ def _relative(expected: Tensor, found: Tensor, floor: float = 1e-3, slack: float
         return math.inf
     scale = max(float(expected.abs().max()), floor)
     apart = float((expected.double() - found.double()).abs().max())
-    # Not max(): it would drop NaN.
+    # torch's max keeps NaN; Python's max() would drop it.
     return apart / scale if not apart <= slack else 0.0
 
 

@@ -32,7 +32,7 @@ class CheckTarget:
 
 
 def parse_layout(text: str, *, experts: bool) -> CheckTarget:
-    """`tp2pp2` -> the Megatron trainer on four ranks. With experts `tp` brings sequence parallelism."""
+    """Parse `tp2pp2`: the Megatron trainer on four ranks. With experts, `tp` adds sequence parallelism."""
     parts = [] if text == "single" else list(_PART.finditer(text))
     if text != "single" and (not parts or "".join(part.group() for part in parts) != text):
         raise ValueError(

@@ -44,7 +44,7 @@ def read_config(path: str) -> Any:
 def shrink(config: Any, *, layers: int, full_width: bool = False) -> Any:
     """Return the architecture with `layers` layers, few tokens and experts; narrow unless `full_width`.
 
-    Of a model that also sees or hears, the text model remains.
+    Only the text model of a multimodal model remains.
     """
     config = config.get_text_config()
     values = config.to_dict()
@@ -56,11 +56,11 @@ def shrink(config: Any, *, layers: int, full_width: bool = False) -> Any:
         if name in values:
             changes[name] = min(values[name], VOCABULARY)
     changes |= {name: None for name in _SPECIAL_TOKENS if name in values}
-    # Windows shorter than the documents, or they would not be seen.
+    # Windows must be shorter than the documents to have an effect.
     changes |= {name: min(values[name], WINDOW) for name in _WINDOWS if values.get(name)}
     if not full_width:
         changes |= _narrower(values, layers)
-    for name in ("vision_config", "audio_config"):  # towers in a text model take no part, and are large
+    for name in ("vision_config", "audio_config"):  # towers are large, and a text model does not use them
         if isinstance(part := values.get(name), dict):
             depths = {"num_hidden_layers", "num_blocks"} & part.keys()
             changes[name] = part | {depth: min(part[depth], 2) for depth in depths}
@@ -76,7 +76,7 @@ def shrink(config: Any, *, layers: int, full_width: bool = False) -> Any:
 
 
 def _fewer_layers(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    """A model that has dense layers before its experts keeps one of them, if two layers or more are left."""
+    """Reduce the number of layers; of dense layers before the experts one remains, if two layers remain."""
     changes: dict[str, Any] = {"num_hidden_layers": layers}
     for name, value in values.items():
         if isinstance(value, list) and len(value) == values["num_hidden_layers"]:

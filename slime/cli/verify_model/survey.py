@@ -1,4 +1,4 @@
-"""Tests all causal language models of transformers: which train exactly on the FSDP trainer, and how.
+"""Tests which causal language models of transformers train exactly on the FSDP trainer, and how.
 
 Each family is built small and random from the defaults of its config, and one optimizer step of the FSDP
 trainer over packed documents is compared with transformers, which gets one document at a time.
@@ -56,7 +56,7 @@ def all_kinds() -> list[str]:
 
 
 def chosen_kinds(words: Sequence[str]) -> list[str]:
-    """Return the model types given to --families; `all`: every one."""
+    """Return the model types given to --families; `all` means every one."""
     known = all_kinds()
     unknown = [word for word in words if word != "all" and word not in known]
     if unknown:

@@ -85,13 +85,13 @@ def _rank_main(rank: int, job: TrainerJob) -> None:
     reference.be_quiet()
     try:
         stay_on_loopback()
-        meeting = f"file://{Path(job.folder).absolute() / 'meeting'}"  # nobody listens
+        meeting = f"file://{Path(job.folder).absolute() / 'meeting'}"  # a rendezvous without a port
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=job.target.ranks)
         if job.before_build is not None:
             job.before_build()
         outcome = compute(rank, job)
     except BaseException as error:
-        # Ranks that wait for this one would report a lost connection; the cause is written first.
+        # Written before the process ends, because waiting ranks then report only a lost connection.
         text = str(error) if isinstance(error, ValueError) else traceback.format_exc(limit=-4)
         (Path(job.folder) / f"error_{rank}.txt").write_text(text or type(error).__name__)
         os._exit(1)

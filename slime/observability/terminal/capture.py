@@ -73,7 +73,7 @@ class Capture:
 
     @contextlib.contextmanager
     def into(self, path: Path) -> Iterator[None]:
-        """Append output to a file, what was captured earlier included; afterwards to the previous file."""
+        """Append output to a file, earlier captured output included; afterwards to the previous file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = restricted(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         earlier = None
@@ -124,7 +124,7 @@ def log_to(path: Path) -> Iterator[None]:
 
 
 class Lines:
-    """Joins text into lines for a callback; of a line that is overwritten (\\r), the last state."""
+    """Joins text into lines for a callback; an overwritten line (\\r) is passed in its last state."""
 
     def __init__(self, on_line: OnText) -> None:
         self._on_line, self._lock, self._begun = on_line, threading.RLock(), ""

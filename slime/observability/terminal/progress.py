@@ -131,12 +131,12 @@ def sparkline(values: list[float], width: int = _SPARK) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3723.4 -> 1:02:03."""
+    """Format seconds: 3723.4 -> 1:02:03."""
     return str(datetime.timedelta(seconds=round(max(0.0, seconds))))
 
 
 def short(number: float) -> str:
-    """12345.6 -> 12.3k."""
+    """Format a number briefly: 12345.6 -> 12.3k."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= size:
             return f"{number / size:.1f}{unit}"

@@ -35,7 +35,7 @@ class Terminal:
 
     @property
     def size(self) -> tuple[int, int]:
-        """The current numbers of columns and rows."""
+        """Return the current numbers of columns and rows."""
         try:
             found = os.get_terminal_size(self._stream.fileno())
         except (OSError, ValueError, AttributeError):
@@ -67,7 +67,7 @@ class Terminal:
     def _rendered(self, renderable: RenderableType) -> str:
         if self._broken:  # rich would flush the closed stream and exit
             return ""
-        self.console.size = ConsoleDimensions(*self.size)  # rich would ask stdin, which may be another window
+        self.console.size = ConsoleDimensions(*self.size)  # rich would query stdin, maybe another window
         with self.console.capture() as capture:
             self.console.print(renderable, soft_wrap=not self.is_live)
         return capture.get()

@@ -30,7 +30,7 @@ class SampleTable:
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run as its trackers know it. `options`: flags of trackers; `config`: all settings."""
+    """The data about a run that trackers get. `options`: flags of trackers; `config`: all settings."""
 
     id: str
     name: str
@@ -42,7 +42,7 @@ class TrackedRun:
 class Service(Protocol):
     """One connection to a tracker. Opening it again with the same run continues that run.
 
-    After any exception the service is opened again and gets everything since the last `flush` again.
+    After an exception the service is opened again, and everything since the last `flush` is sent again.
     """
 
     def __init__(self, run: TrackedRun) -> None: ...
@@ -53,7 +53,7 @@ class Service(Protocol):
     def table(self, table: SampleTable) -> None: ...
 
     def flush(self) -> None:
-        """Return when everything so far is stored. Most calls do that themselves."""
+        """Block until everything sent so far is stored; most services store at once."""
 
     def finish(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The run's side of a tracker: starts its process, and warns once if it fails."""
+"""Starts the process of a tracker for a run, and warns once if it fails."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Feed:
         self._warned = False
         self._checked = time.monotonic()
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended already, which the first check reports
+        with contextlib.suppress(OSError):  # the process has ended; the first check reports that
             given = {"service": TRACKERS[name].service, "options": dict(options)}
             self._process.stdin.write(json.dumps(given, default=str).encode() + b"\n")
             self._process.stdin.flush()
 
     def check(self) -> None:
-        """Check the process now and then; called with every report."""
+        """Check the process if the last check is `_CHECK_S` ago; called with every report of metrics."""
         if not self._warned and time.monotonic() - self._checked > _CHECK_S:
             self._checked = time.monotonic()
             if trouble := self._trouble():

@@ -1,4 +1,4 @@
-"""The process of a tracker: it reads new metrics and samples from a run's folder and sends them.
+"""Runs a tracker in its own process: reads new metrics and samples from a run's folder and sends them.
 
 The files are the queue: nothing is lost while the service is unreachable. RUN/trackers/NAME.json holds how
 much was sent, so that a resumed run sends the rest. The process ends when its standard input is closed, which
@@ -73,7 +73,7 @@ class Follower:
         self.progress = replace(read_progress(run.folder, name), error=None)
 
     def step(self) -> bool:
-        """Send a part of what is new; return False if there was nothing. Raises what the service raises."""
+        """Send some of the new data; return False if there was none. Errors of the service are raised."""
         if self._service is None:
             self._service = self._open(self._run)
             self.progress = replace(self.progress, error=None)

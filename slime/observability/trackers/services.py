@@ -1,4 +1,4 @@
-"""The trackers. Their packages are optional and slow to import, so constructors import them."""
+"""Implements the trackers. Their packages are optional and slow to import, so constructors import them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.observability.trackers.base import COLUMNS, SampleTable, Service, Tra
 
 
 class TensorBoard(Service):
-    """Event files in RUN/tensorboard; a resumed run adds a file. Samples are under "Text"."""
+    """Writes event files to RUN/tensorboard; a resumed run adds a file. Samples are under "Text"."""
 
     def __init__(self, run: TrackedRun):
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
@@ -52,7 +52,7 @@ class TensorBoard(Service):
 
 
 class WandB(Service):
-    """Weights & Biases. Its run has slime's id, so that a resumed run continues it."""
+    """Sends to Weights & Biases. The run there has slime's id, so that a resumed run continues it."""
 
     def __init__(self, run: TrackedRun):
         import wandb
@@ -101,7 +101,7 @@ class WandB(Service):
 
 
 class Trackio(Service):
-    """trackio. Its run's name contains slime's id, so that a resumed run continues it."""
+    """Sends to trackio. The run's name there contains slime's id, so that a resumed run continues it."""
 
     def __init__(self, run: TrackedRun):
         import trackio
@@ -133,7 +133,7 @@ class Trackio(Service):
 
 
 class MLflow(Service):
-    """MLflow. A tag with slime's id finds the run again; samples are JSON tables among its artifacts."""
+    """Sends to MLflow. A tag with slime's id finds the run again; samples are JSON tables (artifacts)."""
 
     def __init__(self, run: TrackedRun):
         from mlflow import MlflowClient
@@ -157,7 +157,7 @@ class MLflow(Service):
             tags = {"slime_run": run.id}
             self._run = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
             params = [Param(key, str(value)[:500]) for key, value in run.config.items()]
-            for start in range(0, len(params), 100):  # as many as a call may hold
+            for start in range(0, len(params), 100):  # the limit of one call
                 self._client.log_batch(self._run, params=params[start : start + 100])
 
     def scalars(self, values: Mapping[str, float], step_key: str, step: int, time: float) -> None:
@@ -171,7 +171,7 @@ class MLflow(Service):
         self._client.log_text(self._run, text, f"{name}/step_{table.step:06d}.json")
 
     def finish(self) -> None:
-        with contextlib.suppress(Exception):  # the numbers are there
+        with contextlib.suppress(Exception):  # the metrics are stored already
             self._client.set_terminated(self._run)
 
 

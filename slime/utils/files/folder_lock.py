@@ -22,15 +22,15 @@ from slime.utils.errors import FolderInUse
 logger = logging.getLogger(__name__)
 
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-_GRACE_S = 2.0  # of a holder that is alive: it may be about to end
-_DEAD_HOLDER_S = 60.0  # of one that was killed: what it had started ends by itself soon after
+_GRACE_S = 2.0  # wait for a living holder, which may be about to end
+_DEAD_HOLDER_S = 60.0  # wait for the children of a killed holder, which end soon after it
 _POLL_S = 0.1
 
 
 class FolderLock:
     """A lock held until `release` or the end of the process; others that want it get `FolderInUse`.
 
-    `release` removes the file. A process that waited for it then holds a removed file, and tries again.
+    `release` removes the file. A process that waited then holds the lock of a removed file, and tries again.
     """
 
     def __init__(self, folder: Path, flag: str):
@@ -78,7 +78,7 @@ class FolderLock:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            message = "%s %s is on a file system without locks: nothing keeps a second run out of it"
+            message = "%s %s is on a file system without locks: a second run in it would not be noticed."
             logger.warning(message, self._flag, self._folder)
         return True
 
@@ -89,9 +89,9 @@ def lock_file(folder: Path, flag: str) -> Path:
 
 
 def is_locked(folder: Path, flag: str) -> bool:
-    """Return whether somebody holds the lock of a folder now."""
+    """Return whether a process holds the lock of a folder now."""
     try:
-        with open(lock_file(folder, flag), "rb") as file:  # whoever checks need not be allowed to write
+        with open(lock_file(folder, flag), "rb") as file:  # read-only: the caller may not have write access
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)
@@ -106,7 +106,7 @@ def holder_here(folder: Path, flag: str) -> int | None:
 
 
 def refuse_locked(folder: Path, flag: str) -> None:
-    """Raise `FolderInUse` if somebody holds the lock of a folder, and keeps it."""
+    """Raise `FolderInUse` if another process holds the lock of a folder and does not release it soon."""
     if is_locked(folder, flag):
         FolderLock(folder, flag).release()
 

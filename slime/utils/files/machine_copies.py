@@ -1,7 +1,7 @@
-"""Keeps copies of files in the memory of several machines: each holds its own and its predecessor's files.
+"""Keeps copies of files in the memory of several machines: each has its own and its predecessor's files.
 
-The first process of a machine acts for it; all processes call these functions together. A lost machine or a
-damaged file is restored from the others.
+The first process of a machine does the work; all processes call these functions together. The files of a lost
+machine, and damaged files, are restored from the others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CopyPlace:
 
     @property
     def speakers(self) -> list[int]:
-        """The first rank of each machine."""
+        """Return the first rank of each machine."""
         return [self.machines.index(machine) for machine in dict.fromkeys(self.machines)]
 
 
@@ -60,7 +60,7 @@ def spread(place: CopyPlace, rank: int) -> dict[str, FileRecord]:
     if len(speakers) > 1:
         number = speakers.index(rank)
         after, before = speakers[(number + 1) % len(speakers)], speakers[number - 1]
-        for gives in (number % 2 == 0, number % 2 == 1):  # of two neighbours one gives first
+        for gives in (number % 2 == 0, number % 2 == 1):  # one of two neighbours sends first
             _give(folder, sorted(files), after) if gives else _take(folder, before)
     return files
 
@@ -79,7 +79,7 @@ def _take(folder: Path, rank: int) -> None:
 
 
 def complete(place: CopyPlace, rank: int, files: Mapping[str, FileRecord]) -> list[str]:
-    """Send every machine what it lacks from one that has it; return `file: why` for what none has."""
+    """Send every machine the files that it lacks; return `file: why` for files that no machine has."""
     folder, speakers = place.of(rank), place.speakers
     damaged = find_damage(folder, files) if rank in speakers else []
     every: list[list[str] | None] = [None] * len(place.machines)

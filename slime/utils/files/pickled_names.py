@@ -1,7 +1,7 @@
-"""Finds what a pickle would import, without importing or running anything of it.
+"""Finds what a pickle would import, without importing or running any of it.
 
-The `.metadata` of a checkpoint in torch's distributed format is a pickle, which torch loads as it is: whoever
-can write one runs code in every process that loads the checkpoint. So it is checked first.
+The `.metadata` of a checkpoint in torch's distributed format is a pickle, which torch loads without a check:
+it could run code in every process that loads the checkpoint. So slime checks it first.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ def foreign_name(
     reader = _Reader(data, kinds)
     try:
         reader.load()
-    except Exception as error:  # half a pickle makes its reader raise anything
-        raise ValueError(f"it is no pickle that is whole ({type(error).__name__}: {error})") from None
+    except Exception as error:  # a truncated pickle raises errors of any kind
+        raise ValueError(f"it is not a complete pickle ({type(error).__name__}: {error})") from None
     return min((f"{m}.{n}" for m, n in reader.names if (m, n) not in allowed), default=None)

@@ -14,7 +14,7 @@ FOR_OWNER = 0o600  # tokens
 def restricted(path: str | os.PathLike[str], flags: int, at_most: int = FOR_GROUP) -> int:
     """Open a file with no more permissions than `at_most`; the user's umask may take more away.
 
-    A file that exists already loses what it has in excess. The signature is that of an `opener` of `open`.
+    An existing file loses further permissions. The signature is that of an `opener` of `open`.
     """
     fd = os.open(path, flags | os.O_CLOEXEC, at_most)
     _narrow(fd, at_most)
@@ -22,7 +22,7 @@ def restricted(path: str | os.PathLike[str], flags: int, at_most: int = FOR_GROU
 
 
 def create_restricted(path: Path, at_most: int = FOR_GROUP) -> None:
-    """Make sure that a file exists and has no more permissions than `at_most`, for whoever opens it next."""
+    """Make sure that a file exists and has no more permissions than `at_most`."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, at_most))
     except FileExistsError:

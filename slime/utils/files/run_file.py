@@ -34,14 +34,14 @@ from slime.utils.files.step_folders import read_step, same_folder, step_folders
 _NAMED = 5  # runs in a message
 RUN_FILE, METRICS_FILE = "run.json", "metrics.jsonl"
 LAST_MODEL = "model"  # a link in the folder of a run to the model that it saved last
-_RESERVE = ".run.json.room"  # written over, and renamed, where a full disk has no room for how a run ended
-_RESERVE_BYTES = 32 << 10  # beyond the size at the start: restarts, and why it ended
+_RESERVE = ".run.json.room"  # reserved space: overwritten and renamed at the end of a run on a full disk
+_RESERVE_BYTES = 32 << 10  # in addition to the size at the start: restarts, and why the run ended
 _PACKAGES = "slime-rl torch transformers safetensors numpy ray sglang megatron-core flash-attn"
 # Settings in which runs that differ only by their seed may differ.
 _OF_ONE_RUN = {"seed", "rollout_seed", "config", "load", "quiet", "log_level", "dashboard"}
 _FINISHED, _LOST = "finished", "lost: the process ended without a word"
 CLAIM = "claim"  # the name of a lock: a run that is about to start has chosen this folder
-_SECRET = "********"  # what stands for one in the settings
+_SECRET = "********"  # replaces a secret in the settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Start:
 
     @property
     def restarts_text(self) -> str:
-        """A sentence on the restarts; empty if there was none."""
+        """Return a sentence on the restarts; empty if there was none."""
         if not self.restarts:
             return ""
         last, times = self.restarts[-1], len(self.restarts)
@@ -128,7 +128,7 @@ def name_of_run(folder: Path) -> str:
 
 
 def is_used(folder: Path) -> bool:
-    """Return whether a run has logged something here. A run that ended earlier left nothing to mix with."""
+    """Return whether a run has logged metrics here; a run that ended before that may be replaced."""
     file = folder / METRICS_FILE
     return file.is_file() and file.stat().st_size > 0
 
@@ -161,14 +161,14 @@ def claim_run_folder(base: str, resumption: Resumption | None) -> Iterator[str]:
             name = choose_run_folder(base, resumption)
             record = read_run(Path(name))
             if resumption is not None and record is not None and resumption.continues(record):
-                break  # the run that is resumed: whether it is active is found out when its folder is opened
+                break  # the resumed run; opening its folder checks whether it is still active
             try:
                 Path(name).mkdir(parents=True, exist_ok=True)
                 stack.callback(_remove_empty, Path(name))
                 stack.callback(FolderLock(Path(name), CLAIM).release)
             except FolderInUse:
                 continue
-            except OSError:  # why the folder cannot be written is reported when it is opened
+            except OSError:  # opening the folder reports why it cannot be written
                 break
             if not is_used(Path(name)) and not is_locked(Path(name), "--run-dir"):
                 break
@@ -268,7 +268,7 @@ def refuse_other_run(folder: Path, resumption: Resumption | None) -> tuple[RunRe
     before = read_run(folder)
     resumes = resumption is not None and resumption.continues(before)
     if is_used(folder) and not resumes:
-        owner = "an earlier run (it holds metrics, and no run.json that says of which)"
+        owner = "an earlier run (it has metrics, and no run.json that names the run)"
         way_out = ", or resume that run (--load with the folder of its --save)."
         if before is not None:
             owner = f"run {before.id}, started {before.last.start} ({before.last.exit or 'not ended'})"
@@ -307,7 +307,7 @@ def open_run_file(
         run_id = run_of_folder(folder, resumption) or secrets.token_hex(4)
         record = RunRecord(run_id, name_of_run(folder), start)
     write_run(folder, record)
-    with contextlib.suppress(OSError):  # without it the last words need room of their own
+    with contextlib.suppress(OSError):  # the reserve is not essential
         (folder / _RESERVE).write_bytes(bytes((folder / RUN_FILE).stat().st_size + _RESERVE_BYTES))
     return record
 
@@ -320,7 +320,7 @@ def close_run_file(folder: Path, error: BaseException | None, stopped: str | Non
         record = replace(record, last=replace(record.last, end=_now(), exit=cause))
         try:
             write_run(folder, record)
-        except OSError:  # a full disk: into what was set aside for it at the start
+        except OSError:  # a full disk: use the space reserved at the start
             with open(folder / _RESERVE, "r+b") as file:
                 file.write(_as_json(record).encode())
                 file.truncate()
@@ -370,7 +370,7 @@ def write_run(folder: Path, record: RunRecord) -> None:
     try:
         temporary.write_text(_as_json(record))
         temporary.rename(folder / RUN_FILE)
-    except OSError:  # what was written of it takes room
+    except OSError:  # the partial file takes space
         temporary.unlink(missing_ok=True)
         raise
 

@@ -26,14 +26,14 @@ def read_index(folder: Path) -> dict[str, str] | None:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {str(error)[:200]}") from None
     names = data.get("weight_map") if isinstance(data, dict) else None
-    # A file outside of the folder is none of the model's.
+    # Files outside of the folder are refused.
     if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
         raise ValueError(f"{file} has no weight_map of file names in its folder")
     return names
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_bytes: int, **metadata: str) -> None:
-    """Write which file of the folder holds each tensor: what `read_index` reads."""
+    """Write the index, which names the file of each tensor; `read_index` reads it."""
     index = {"metadata": {"total_size": total_bytes, **metadata}, "weight_map": dict(files)}
     (folder / INDEX).write_text(json.dumps(index, indent=2))
 
@@ -52,7 +52,7 @@ def all_files(folder: Path) -> list[Path]:
 
 
 def why_not_whole(file: Path) -> str | None:
-    """Return why a file does not hold the tensors of its header; None: it does."""
+    """Return why a file does not contain the tensors of its header; None: it is complete."""
     try:
         with file.open("rb") as stream:
             if stream.read(len(_POINTER)) == _POINTER:
@@ -74,7 +74,7 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except SafetensorError as error:
-        raise ValueError(f"{file} is no safetensors file that is whole: {error}") from error
+        raise ValueError(f"{file} is not a complete safetensors file: {error}") from error
 
 
 def tensor_names(file: Path) -> list[str]:
@@ -101,7 +101,7 @@ def read_tensors(files: Iterable[Path], names: Iterable[str] | None = None) -> "
 
 
 def write_tensors(file: Path, tensors: "Mapping[str, Tensor]") -> None:
-    """Write one file in the form that transformers expects. An error of the system is an OSError."""
+    """Write one file in the form that transformers expects. OSError: the file cannot be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file  # imports torch: only needed where weights are written
 

@@ -93,7 +93,7 @@ def step_path(folder: str | Path, rollout_id: int) -> Path:
 
 
 def read_step(path: Path) -> StepFolder:
-    """Return a checkpoint with its manifest; DamagedCheckpoint or NewerCheckpoint if that cannot be read."""
+    """Return a checkpoint with its manifest. DamagedCheckpoint, NewerCheckpoint: it cannot be read."""
     try:
         return StepFolder(path, _manifest_of(json.loads((path / MANIFEST).read_bytes()), path))
     except (DamagedCheckpoint, NewerCheckpoint):
@@ -101,7 +101,7 @@ def read_step(path: Path) -> StepFolder:
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{MANIFEST}: the file is missing") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{MANIFEST}: it is no manifest ({type(error).__name__}: {error})") from error
+        raise DamagedCheckpoint(f"{MANIFEST}: not a manifest ({type(error).__name__}: {error})") from error
 
 
 def find_step(
@@ -114,8 +114,8 @@ def find_step(
 ) -> StepFolder | None:
     """Return the checkpoint of rollout `step`, or the latest intact one; None: the folder has no checkpoints.
 
-    A damaged one is logged, and the one before it is used, unless the step was chosen: then the error offers
-    it. Checkpoints after `latest` are known to be damaged and skipped.
+    If the latest is damaged, that is logged and the one before it is used. If `step` is damaged, the error
+    suggests the one before it. Checkpoints after `latest` are known to be damaged and skipped.
     """
     there = step_folders(folder)
     steps = {number: path for number, path in there.items() if latest is None or number <= latest}
@@ -143,7 +143,7 @@ def find_step(
         logger.error("%s", text)
         damaged.append(text)
     if damaged:
-        raise ValueError(f"{folder} holds no checkpoint that is whole:\n" + "\n".join(damaged))
+        raise ValueError(f"{folder} holds no intact checkpoint:\n" + "\n".join(damaged))
     return None
 
 

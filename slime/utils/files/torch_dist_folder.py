@@ -3,7 +3,7 @@
     <folder>/latest_checkpointed_iteration.txt    `release` (converted, not trained) or a number
     <folder>/release/ or iter_0000100/            metadata.json, .metadata, common.pt, *.distcp
 
-The format is torch_dist: every tensor in pieces, as the ranks had them that wrote it.
+The format is torch_dist: every tensor is split into pieces as on the ranks that wrote it.
 """
 
 import json
@@ -32,7 +32,7 @@ def is_megatron_folder(path: str | Path) -> bool:
 
 
 def is_release(iteration: str | Path) -> bool:
-    """Return whether it was converted, so that the model it was made from has the same weights."""
+    """Return whether the iteration was converted from a model, so that both have the same weights."""
     return Path(iteration).name == RELEASE
 
 

@@ -21,7 +21,7 @@ _IMAGE_FILES = "Png Jpeg WebP Gif Bmp Tiff Mpo Ppm"
 
 def load_torch_file(path: Path) -> Any:
     """Read a file; code in it is refused. ValueError names a file that cannot be read."""
-    import torch  # here: most processes that import this file never read one
+    import torch  # imported here: most processes that import this file never read one
 
     try:
         try:
@@ -33,7 +33,7 @@ def load_torch_file(path: Path) -> Any:
                 raise
             with torch.serialization.safe_globals([*_array_globals(), *_image_globals()]):
                 return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # half a file makes the loader raise anything: EOFError, KeyError, ...
+    except Exception as error:  # a truncated file raises errors of any kind: EOFError, KeyError, ...
         if foreign := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
             raise ValueError(
                 f"{path} holds a {foreign[1]}: it is read without running code, so it may only hold numbers, "

@@ -31,8 +31,8 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def drain_peak_memory() -> int | None:
     """Return the most bytes in use on this process's device since the last call; None on a CPU.
 
-    Other processes count with what they hold now: engines take their memory at their start, and keep it or
-    release it as a whole.
+    Other processes count with their present usage: an engine allocates all of its memory at its start, and
+    keeps or releases it as a whole.
     """
     if not torch.cuda.is_available():
         return None

@@ -65,8 +65,8 @@ def start(
 def import_environment() -> dict[str, str]:
     """Return the environment of a Python child that finds modules where this process does.
 
-    Start it with `-P`: `python -m` would search the working folder first, where a user's `queue.py` would
-    shadow Python's own.
+    Start the child with `-P`: `python -m` would search the working folder first, where a user's `queue.py`
+    would shadow Python's module.
     """
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))}
 
@@ -74,7 +74,7 @@ def import_environment() -> dict[str, str]:
 def thread_environment(num_threads: int) -> dict[str, str]:
     """Return the environment of a child that computes with `num_threads` and waits without spinning.
 
-    The malloc settings keep memory that is soon needed again: glibc would return and clear it in every step.
+    The malloc settings keep freed memory: otherwise glibc returns and clears it in every step.
     """
     n = str(num_threads)
     return {
@@ -96,7 +96,7 @@ def open_log(path: Path, name: str) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab", opener=restricted) as log:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        log.write(f"[{now}] {name} is started; what it writes follows\n".encode())
+        log.write(f"[{now}] {name} starts; its output follows\n".encode())
         log.flush()
         yield log
 
@@ -112,7 +112,7 @@ def last_lines(path: Path, lines: int = 20) -> str:
 
 
 class LifePipe:
-    """The pipe that a parent holds for as long as its children may live; pass `read_fd` to them."""
+    """A pipe that the parent keeps open while its children may live; pass `read_fd` to them."""
 
     def __init__(self) -> None:
         self.read_fd, self._write_fd = os.pipe()

@@ -2,8 +2,8 @@
 
 import resource
 
-_MOST = 1 << 16  # what a process of ours may ever need
-_KEPT_BACK = 128  # for weights, logs, probes and libraries
+_MOST = 1 << 16  # the most that any process of slime needs
+_KEPT_BACK = 128  # reserved for weights, logs, probes and libraries
 
 
 def raise_limit() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 def as_typed(*words: object) -> str:
     """Return a command line of slime that the shell finds: `slime plot RUN`, `.venv/bin/slime plot RUN`, ...
 
-    `slime` alone is only right if PATH leads to this very installation, as in an activated environment.
+    `slime` alone is right only if PATH leads to this installation, as in an activated environment.
     """
     return " ".join([_program(), *(shlex.quote(str(word)) for word in words)])
 

@@ -44,10 +44,10 @@ def is_port_available(port: int, host: str = "") -> bool:
 
 
 def hold_port(host: str, port: int = 0) -> socket.socket | None:
-    """Keeps a port (0: any) for servers that come and go there, until the socket is closed.
+    """Reserve a port (0: any) for servers that start and stop there, until the returned socket is closed.
 
-    It is bound and never listens: a server that asks for this port gets it, while the system gives it to
-    nobody who asks for any port, nor to a connection. None: it is taken, or this system knows no such thing.
+    The socket is bound and never listens: a server can still bind this port by its number, but the system
+    does not choose it for others. None: the port is in use, or this system cannot reserve ports.
     """
     held = _bindable(host)
     try:

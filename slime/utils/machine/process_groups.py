@@ -1,4 +1,4 @@
-"""Opens the meeting points of process groups, and joins groups whose ranks live in other programs."""
+"""Opens the rendezvous stores of process groups, and joins groups with ranks in other programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = None) -> TCPStore:
-    """Open the meeting point of a group in this process, on a free port: `store.port`.
+    """Open the rendezvous store of a group in this process, on a free port: `store.port`.
 
     It listens at the address `host` alone: by default torch listens on every interface, and the store has no
     access control.
@@ -38,12 +38,12 @@ def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = 
 
 
 def network_environment(host: str) -> dict[str, str]:
-    """Return the environment that keeps ranks at loopback on it, whatever the host name resolves to."""
+    """Return the environment with which ranks at a loopback address use loopback for their groups."""
     return {GLOO_INTERFACE: "lo"} if host == LOOPBACK and os.path.isdir("/sys/class/net/lo") else {}
 
 
 def prefer_interface_of(address: str) -> None:
-    """Create groups over the interface that has this host's `address`; what the user has set stays."""
+    """Create groups over the interface that has this host's `address`, unless the user has set one."""
     for name, value in interface_environment(address).items():
         os.environ.setdefault(name, value)
 
@@ -70,7 +70,7 @@ def reaching(host: str) -> Iterator[None]:
 
 
 def stay_on_loopback() -> None:
-    """Keep the groups of this process on loopback; what the user has set stays."""
+    """Keep the groups of this process on loopback, unless the user has set an interface."""
     for name, value in network_environment(LOOPBACK).items():
         os.environ.setdefault(name, value)
 

@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 class EngineToken:
     """The secret that engines require from other machines; each run makes its own.
 
-    `given`: it is set in the environment, and all engines require it, including external ones.
+    `given`: the user set it in the environment, so all engines require it, external ones included.
     """
 
     value: str = field(repr=False)
@@ -39,7 +39,7 @@ class EngineToken:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run. `host`: the host of the trainer's first rank. `num_starts`: one more with each resumption.
+    """A run. `host`: the host of the trainer's first rank. `num_starts`: how often the run was started.
 
     `own_host`: the host of the rank that has this object, by the address that the scheduler knows. `inputs`:
     digests of the files that define the run, by name.
@@ -56,5 +56,5 @@ class Run:
 
     @property
     def pushes_as(self) -> str:
-        """The first part of weight versions: a resumed run may push other weights under the same number."""
+        """Return the prefix of weight versions; a resumed start has its own, because it repeats numbers."""
         return self.run_id if self.num_starts == 1 else f"{self.run_id}.{self.num_starts}"

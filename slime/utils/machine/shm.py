@@ -1,7 +1,7 @@
 """Shares blocks of bytes between processes of one machine: files in memory, cleaned up by name prefix.
 
-A segment's name starts with the run's prefix (`slime-<pid of the driver>-...`), so that any process that
-survives a crash can remove all of them, and the next start removes those whose driver is gone.
+A segment's name starts with the run's prefix (`slime-<pid of the driver>-...`). After a crash any surviving
+process can therefore remove all of them, and the next start removes those whose driver is gone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Segment:
         self.name = name
         self.nbytes = nbytes
         self._mapping: mmap.mmap | None = mapping
-        import torch  # here: whoever lists or removes segments needs none of it
+        import torch  # imported here: listing or removing segments does not need it
 
         self.buffer = (
             torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0).byte()
@@ -68,14 +68,14 @@ class Segment:
         return FOLDER / self.name
 
     def is_published(self) -> bool:
-        """Return whether other processes find it: somebody may have emptied the folder."""
+        """Return whether other processes find the segment: its file may have been removed."""
         try:
             return self.path.stat().st_size >= self.nbytes
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """Forget the mapping; the memory goes when the last tensor over it does."""
+        """Release the mapping; the memory is freed with the last tensor over it."""
         self.buffer = self.buffer.new_empty(0)
         self._mapping = None
 
@@ -94,9 +94,9 @@ def create_segment(nbytes: int, prefix: str) -> Segment:
         mapping = mmap.mmap(fd, max(nbytes, 1))
     except OSError as error:
         path.unlink(missing_ok=True)
-        # The folder as its file, which outlives the way to another process: who ends the run tells of it.
-        wanted = f"{error.strerror}: no room for a segment of {nbytes} bytes"
-        raise OSError(error.errno, wanted, str(FOLDER)) from error
+        # The folder is the error's file name, which survives pickling: the end of the run reports it.
+        reason = f"{error.strerror}: no room for a segment of {nbytes} bytes"
+        raise OSError(error.errno, reason, str(FOLDER)) from error
     finally:
         os.close(fd)
     return Segment(name, mapping, nbytes)

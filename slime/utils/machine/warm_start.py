@@ -41,7 +41,7 @@ def start(
     pass_fds: Sequence[int],
     start_new_session: bool = False,
 ) -> Child:
-    """Start a Python program that writes into `log` and reads nothing: forked where that is possible."""
+    """Start a Python program without standard input that writes into `log`; fork it where possible."""
     module = module_of(list(command)) if _is_running and _server_lives() else None
     if module is not None:
         job = _Job(module, tuple(command[4:]), dict(env), os.getcwd(), start_new_session, (1, 2, *pass_fds))
@@ -71,12 +71,12 @@ def _server_lives() -> bool:
 def warm_starts(modules: Sequence[str]) -> Iterator[None]:
     """Within this block children are forked from a process that has imported `modules`."""
     global _is_running
-    if sys.platform != "linux" or Path("/dev/nvidiactl").exists():  # devices and forks do not go together
+    if sys.platform != "linux" or Path("/dev/nvidiactl").exists():  # CUDA does not survive a fork
         yield
         return
     forkserver.set_forkserver_preload(list(modules))
     before = dict(os.environ)
-    # Libraries read these when they are loaded: a process that forks must have one thread.
+    # A process that forks must have one thread; libraries read these variables when they are loaded.
     os.environ.update(thread_environment(1) | import_environment())
     try:
         forkserver.ensure_running()
@@ -92,7 +92,7 @@ def warm_starts(modules: Sequence[str]) -> Iterator[None]:
 
 
 def module_of(words: list[str]) -> str | None:
-    """Return the module whose `main` is the program; None: a single module, or a program of others."""
+    """Return the module whose `main` the program runs; None: the program has another form."""
     match words:
         case [sys.executable, "-P", "-m", package, *_] if package.startswith("slime."):
             return f"{package}.__main__" if is_installed(f"{package}.__main__") else None
@@ -119,7 +119,7 @@ class WarmChild:
             if self.returncode is None and connection.wait([self._status], 0):
                 try:
                     self.returncode = forkserver.read_signed(self._status)
-                except EOFError:  # the fork server was killed, and with it the knowledge of the exit code
+                except EOFError:  # the fork server was killed, so the exit code is unknown
                     self.returncode = 255
                 os.close(self._status)
             return self.returncode
@@ -189,7 +189,7 @@ class _Job:
 
 
 def _take_files(wanted: dict[int, int]) -> None:
-    """Put each file at its number and close all others."""
+    """Move each file to its descriptor number and close all others."""
     high = max(64, *wanted, *wanted.values()) + 1
     parked = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, high) for number, fd in wanted.items()}
     os.closerange(0, high)

@@ -1,8 +1,8 @@
-"""Expands token ids of prompts with pictures: one id per picture on the wire, all of its ids for a model.
+"""Expands token ids of prompts with pictures: one id per picture in requests, all of its ids for a model.
 
-A prompt has one image token for each picture; a model reads as many as the picture has features, in some
+A prompt has one image token for each picture. A model reads one token per feature of the picture, in some
 families with marks around them. Example: ids [5, 9, 6] with image token 9 and a picture of three features
-become [5, 9, 9, 9, 6], and its span is (1, 4).
+become [5, 9, 9, 9, 6], and the span of the picture is (1, 4).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _PIXELS = "pixel_values"
 class EncodedImage:
     """One picture, encoded for a model."""
 
-    ids: tuple[int, ...]  # in place of its one image token
-    tensors: dict[str, Tensor]  # of the processor: pixel_values, image_grid_thw, ...
+    ids: tuple[int, ...]  # replace its one image token
+    tensors: dict[str, Tensor]  # output of the processor: pixel_values, image_grid_thw, ...
     key: str  # a hash of its pixels
 
     @property
@@ -58,7 +58,7 @@ class ImageEncoder:
         self.image_token_id: int = processor.image_token_id
         self._made: OrderedDict[str, EncodedImage] = OrderedDict()
         self._joined: OrderedDict[tuple[str, ...], dict[str, Tensor]] = OrderedDict()
-        self._held = 0  # bytes of what is remembered
+        self._held = 0  # bytes of the cached results
         self._lock = threading.Lock()
 
     def encode(self, picture: Any) -> EncodedImage:
@@ -95,16 +95,16 @@ class ImageEncoder:
         return EncodedImage(tuple(found["input_ids"][0]), tensors, key)
 
     def count(self, picture: Any) -> int:
-        """Return the number of ids of a picture, from its size alone where the processor allows that."""
+        """Return the number of ids of a picture, computed from its size alone if the processor can."""
         width, height = picture.size
         try:
             counts = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
             return int(counts["num_image_tokens"][0])
-        except Exception:  # not every processor can, and each says so in its own way
+        except Exception:  # not every processor can, and the errors differ
             return len(self.encode(picture).ids)
 
     def join(self, images: Sequence[EncodedImage]) -> dict[str, Tensor] | None:
-        """Return the tensors of several pictures; while it is cached, always the same object."""
+        """Return the tensors of several pictures; equal calls return the same object while it is cached."""
         if len(images) < 2:
             return images[0].tensors if images else None
         keys = tuple(image.key for image in images)
@@ -158,7 +158,7 @@ def expand(
 
 
 def collapse(tokens: Sequence[int], spans: Sequence[Span], image_token_id: int) -> list[int]:
-    """Invert `expand`, whatever tokens follow: one image token for each span."""
+    """Invert `expand`: replace each span by one image token. Further tokens may follow."""
     out: list[int] = []
     end = 0
     for start, stop in spans:
@@ -168,7 +168,7 @@ def collapse(tokens: Sequence[int], spans: Sequence[Span], image_token_id: int) 
 
 
 def runs_of(tokens: Sequence[int], image_token_id: int) -> list[Span]:
-    """Return spans of pictures in families that write only image tokens: runs of these."""
+    """Return the spans of pictures in families without marks: runs of image tokens."""
     is_image = np.array([0, *(token == image_token_id for token in tokens), 0])
     edges = np.flatnonzero(np.diff(is_image)).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
@@ -180,7 +180,7 @@ def join_inputs(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     Rows of patches and grids are joined along the first dimension; pictures split into tiles ([1, tiles,
     ...]) along the second.
     """
-    import torch  # most processes that import this file never get here
+    import torch  # imported here: most processes that import this file do not need it
 
     names = {tuple(sorted(part)) for part in parts}
     if len(names) > 1:

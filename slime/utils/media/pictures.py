@@ -1,4 +1,4 @@
-"""Reads a picture from whatever a prompt file or a tool gives: a path, bytes, a data URL, an address, PIL."""
+"""Reads a picture from any form that a prompt file or tool uses: path, bytes, data URL, address, PIL."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def open_picture(item: Any, *, folder: Path | None = None) -> Image:
     if _is_picture(item):
         return item
     raise NotAnImage(
-        f"{type(item).__name__} {_short(repr(item))} is no picture: give a path, bytes, an object with bytes "
-        "or path, a data URL or an address"
+        f"{type(item).__name__} {_short(repr(item))} is not a picture: give a path, bytes, an object with "
+        "bytes or path, a data URL or an address"
     )
 
 
@@ -112,8 +112,8 @@ def _decode(raw: bytes, name: str) -> Image:
             probe.verify()
         picture = Image.open(io.BytesIO(raw))
     except UnidentifiedImageError:
-        raise NotAnImage(f"{name} is no picture of a known kind (it begins with {raw[:8]!r})") from None
-    except Exception as error:  # a decoder meets damaged bytes with all kinds of errors
+        raise NotAnImage(f"{name} is not a picture of a known kind (it begins with {raw[:8]!r})") from None
+    except Exception as error:  # damaged bytes make decoders raise errors of any kind
         raise NotAnImage(f"{name} is a damaged picture ({error})") from None
     setattr(picture, _SOURCE, raw)
     return picture
@@ -149,7 +149,7 @@ def to_rgb(picture: Image) -> Image:
 
 
 def picture_key(picture: Image) -> str:
-    """Return a hash of size and pixels: pictures with the same one are the same to a model."""
+    """Return a hash of size and pixels; pictures with equal hashes are equal to a model."""
     rgb = to_rgb(picture)
     return hashlib.blake2b(repr(rgb.size).encode() + rgb.tobytes(), digest_size=16).hexdigest()
 

@@ -8,7 +8,7 @@ import torch
 
 def _extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the least and the greatest value; NaN if any is."""
-    values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits there is no minimum
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no min of 8-bit floats
     low, high = torch.aminmax(values)
     return low, high
 

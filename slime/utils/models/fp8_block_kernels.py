@@ -18,7 +18,7 @@ def _quantize(  # type: ignore[no-untyped-def]  # Triton reads annotations, and 
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     values = tl.load(weight + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
     values = values.to(tl.float32)
-    # Neither maximum of Triton's keeps a NaN in every version: one is looked for by itself.
+    # Triton's maximum does not keep NaN in every version, so NaN is checked separately.
     largest = tl.max(tl.abs(values))
     broken = tl.max((values != values).to(tl.int32)) > 0
     scale = tl.maximum(tl.div_rn(largest, tl.full((), 448.0, tl.float32)), tiny)

@@ -1,8 +1,7 @@
-"""Quantizes FP8 weights in blocks: e4m3 values and one fp32 factor per block, as in FP8 checkpoints on the
-hub.
+"""Quantizes weights in FP8 blocks: e4m3 values and one fp32 factor per block, as in FP8 checkpoints.
 
-A block is `weight_block_size` rows and columns (usually 128 x 128); the last ones may be smaller. The stored
-factor is the one to multiply with, although checkpoints call it `weight_scale_inv`.
+A block is `weight_block_size` rows and columns (usually 128 x 128); the last ones may be smaller. Values are
+multiplied with the stored factor, although checkpoints call it `weight_scale_inv`.
 """
 
 import torch
@@ -10,19 +9,19 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
-SCALE_SUFFIX = "_scale_inv"  # of the factors' name, behind that of the weight
-_LOWEST_EXPONENT = -5  # of frexp, for the smallest normal number, 2^-6
+SCALE_SUFFIX = "_scale_inv"  # appended to the name of the weight
+_LOWEST_EXPONENT = -5  # frexp's exponent of the smallest normal number, 2^-6
 
 
 def quantize_blocks(
     weight: Tensor, block: tuple[int, int], *, powers_of_two: bool = False, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(e4m3 [M, N], fp32 factors [ceil(M / rows), ceil(N / columns)]) of a weight [M, N].
+    """Quantize a weight [M, N]: return e4m3 [M, N] and factors fp32 [ceil(M / rows), ceil(N / columns)].
 
-    A value is off by at most 2^-4 of itself, or 2^-10 of its block's factor where it is tiny. Zero blocks get
-    factor 1. `powers_of_two` rounds factors up to one, for kernels that keep only their exponent. With
-    `noise` [M, N], uniform in (0, 1), a value goes up or down to one of its two neighbours so that it is
-    right on average; the bounds are then twice as wide. What is FP8 already stays as it is either way.
+    The error of a value is at most 2^-4 of it, or 2^-10 of its block's factor if it is tiny. Blocks of zeros
+    get factor 1. `powers_of_two` rounds factors up, for kernels that keep only the exponent. With `noise`
+    [M, N], uniform in (0, 1), a value is rounded to either neighbour and is right on average; the bounds are
+    twice as wide. Values that FP8 can express stay unchanged either way.
     """
     rows, columns = block
     if weight.is_cuda and noise is None and not powers_of_two:
@@ -32,26 +31,26 @@ def quantize_blocks(
             return fp8_block_kernels.quantize(weight, block)
     tiles = _tiles(weight.float(), rows, columns)
     largest = tiles.abs().amax(dim=(1, 3))
-    # Divided by a tensor: a GPU divides by a plain number through its
-    # reciprocal, which rounds otherwise than a CPU.
+    # The divisor is a tensor: a GPU divides by a Python number through its reciprocal, which rounds
+    # differently from a CPU.
     scale = (largest / torch.full_like(largest, LARGEST)).clamp(min=torch.finfo(torch.float32).tiny)
     if powers_of_two:
         fraction, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).to(exponent.dtype))
     scale = torch.where(largest == 0, 1.0, scale)
-    # The cast saturates on some devices and makes NaN on others: never leave the range by a rounding.
+    # Out of range, the cast saturates on some devices and gives NaN on others, so values are clamped.
     values = _untile((tiles / scale[:, None, :, None]).clamp(-LARGEST, LARGEST), weight.shape)
     return (values if noise is None else _round_by(noise, values)).to(FP8), scale
 
 
 def uniform_noise(shape: torch.Size, seed: int, device: torch.device | str) -> Tensor:
-    """Numbers in (0, 1) that depend on the seed and the place in the tensor alone: the same on every device.
+    """Return numbers in (0, 1) that depend only on seed and index, so they are equal on every device.
 
-    None is within 2^-17 of 0 or 1: what stands for an e4m3
-    number up to a rounding in fp32 is then rounded to that one.
+    None is within 2^-17 of 0 or 1, so a value that differs from an e4m3 number only by fp32 rounding becomes
+    that number.
     """
     x = torch.arange(shape.numel(), dtype=torch.int32, device=device)
-    # A hash of the place, in 32 bits that wrap around; shifts are masked because the sign would come along.
+    # A hash of the index in wrapping 32-bit integers; shifts are masked, because they copy the sign bit.
     x = x.mul_(_signed(0x9E3779B1)).add_(_signed(seed))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         x = x.bitwise_xor_((x >> shift) & ((1 << (32 - shift)) - 1)).mul_(_signed(factor))
@@ -67,8 +66,7 @@ def _signed(number: int) -> int:
 def _round_by(noise: Tensor, values: Tensor) -> Tensor:
     """Round each value to the e4m3 number below or above it, by comparing the remainder with the noise."""
     _, exponent = torch.frexp(values)
-    # Numbers of one binade stand 2^(exponent - 4) apart; those below the
-    # normal ones as far as in the lowest binade.
+    # Numbers of one binade are 2^(exponent - 4) apart; subnormal ones as far as in the lowest binade.
     step = torch.ldexp(torch.ones_like(values), exponent.clamp(min=_LOWEST_EXPONENT) - 4)
     return ((values / step + noise).floor() * step).clamp(-LARGEST, LARGEST)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Where checkpoints of models that also see or hear keep the text model, and transformers' text model its own.
+# The prefix of the text model in checkpoints of multimodal models, and in transformers' text model.
 NESTED, TEXT = "model.language_model.", "model."
 
 
@@ -39,7 +39,7 @@ def saved_tensors(lm: Any, *, tied: bool = False) -> "Iterator[tuple[str, Tensor
 def hub_tensors(
     lm: Any, named: "Iterable[tuple[str, Tensor]]", known: Collection[str]
 ) -> "Iterator[tuple[str, Tensor]]":
-    """Yield in-memory tensors under hub names; `known`: the names in the checkpoint, if it is at hand."""
+    """Yield in-memory tensors under hub names; `known`: the names in the checkpoint, if available."""
     nested = any(name.startswith(NESTED) for name in known) and not any(
         name.startswith(NESTED) for name, _ in lm.named_parameters()
     )
@@ -103,13 +103,13 @@ def parts_of(lm: Any, name: str, tensor: "Tensor", known: Collection[str]) -> li
     for hub_name, shape in found.items():
         number = re.search(r"experts\.(\d+)\.", hub_name)
         if number is None or tensor.dim() != 3 or shape[1:] != tensor.shape[2:]:
-            raise ValueError(f"{name} is kept in memory otherwise than {hub_name}")
+            raise ValueError(f"{name} has another layout in memory than {hub_name}")
         expert = int(number[1])
         start = filled.get(expert, 0)
         filled[expert] = start + shape[0]
         parts.append(Part(hub_name, expert, start, filled[expert]))
     if filled != dict.fromkeys(range(len(tensor)), tensor.shape[1]):
-        raise ValueError(f"{name} is kept in memory otherwise than its checkpoint has it")
+        raise ValueError(f"{name} has another layout in memory than in its checkpoint")
     return parts
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]:
-    """Return its content; empty if there is no such file. ValueError names a damaged one."""
+    """Return the content of the file; empty if it does not exist. ValueError: it is damaged."""
     file = Path(folder).expanduser() / name
     if not file.is_file():
         return {}
@@ -21,12 +21,12 @@ def read_config(folder: str | Path, name: str = "config.json") -> dict[str, Any]
 
 
 def vocabulary_of(model: str) -> int | None:
-    """Return the rows of the embedding matrix, if a local config says so."""
+    """Return the number of rows of the embedding matrix, if a local config has it."""
     return _size(model, "vocab_size")
 
 
 def context_of(model: str) -> int | None:
-    """Return the number of positions that the model was made for, if its config says so."""
+    """Return the context length of the model, if its config has one."""
     return _size(model, "max_position_embeddings")
 
 

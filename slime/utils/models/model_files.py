@@ -1,4 +1,4 @@
-"""Checks before any process starts whether a model, and its tokenizer, can be loaded."""
+"""Checks whether a model and its tokenizer can be loaded, before any process starts."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -20,17 +20,17 @@ TOKENIZER_FILES = [
 
 
 def check_model(flag: str, model: str, *, tokenizer: bool = False, whole: bool = True) -> None:
-    """Raises ValueError, in a sentence, where `model` is no model folder and no model that the hub gives us.
+    """Raise ValueError with a sentence if `model` is neither a model folder nor a model on the hub.
 
-    `tokenizer`: prompts will be made with it. `whole`: a folder must hold config.json;
-    a checkpoint of ours does not. A name on the hub is looked up there, once and with
-    a short deadline; the libraries would ask again and again for a minute and a half.
+    `tokenizer`: it must have a tokenizer. `whole`: a folder must contain config.json, which checkpoints of
+    slime do not. A name on the hub is looked up once, with a short timeout; the libraries would retry for a
+    minute and a half.
     """
     folder = Path(model)
     if folder.is_dir():
         if whole and not (folder / "config.json").is_file():
             raise ValueError(
-                f"{flag} is {folder}: no config.json there, so it is no Hugging Face model folder."
+                f"{flag} is {folder}: it has no config.json, so it is not a Hugging Face model folder."
             )
         if whole and tokenizer and not has_tokenizer(folder):
             raise ValueError(
@@ -63,14 +63,14 @@ def _ask_hub(model: str) -> str | None:
         url = huggingface_hub.hf_hub_url(model, "config.json")
         _within(lambda: huggingface_hub.get_hf_file_metadata(url, timeout=HUB_TIMEOUT_S))
     except errors.GatedRepoError:
-        return f"the hub gives {model} only to those it knows: ask for access there, then `hf auth login`"
+        return f"the hub restricts access to {model}: request access there, then run `hf auth login`"
     except (errors.RepositoryNotFoundError, errors.EntryNotFoundError, errors.HFValidationError):
         return (
             f"the hub has no model of that name ({constants.ENDPOINT}; a private one needs `hf auth login`)"
         )
     except errors.HfHubHTTPError:
-        return None  # it has troubles of its own, and the libraries know how to wait
-    except Exception as error:  # whatever the HTTP library of the day raises without a connection
+        return None  # a problem of the hub itself: the libraries retry when the model is loaded
+    except Exception as error:  # without a connection the error depends on the HTTP library
         return f"the hub ({constants.ENDPOINT}) cannot be reached: {str(error) or type(error).__name__}"
     return None
 
@@ -89,13 +89,13 @@ def why_no_upload() -> tuple[bool, str] | None:
         _within(huggingface_hub.whoami)
     except errors.HfHubHTTPError as error:
         refused = error.response is not None and error.response.status_code in (401, 403)
-        return (True, f"the hub does not know this login: {login}.") if refused else None
-    except Exception as error:  # whatever the HTTP library of the day raises without a connection
+        return (True, f"the hub does not accept this login: {login}.") if refused else None
+    except Exception as error:  # without a connection the error depends on the HTTP library
         said = str(error).partition("\n")[0] or type(error).__name__
         return False, f"the hub ({constants.ENDPOINT}) cannot be reached now: {said}."
     return None
 
 
 def _within(ask: Callable[[], object]) -> None:
-    """Call it in a thread that is abandoned after the timeout: looking up a name may take minutes."""
+    """Call a function in a thread that is abandoned after the timeout: a DNS lookup may take minutes."""
     in_background(ask, "hub").result(HUB_TIMEOUT_S)
