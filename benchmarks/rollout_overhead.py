@@ -3,10 +3,11 @@
 CPU seconds of this process per sample, with 1k and 10k samples in flight: the whole path (tokenise, request,
 parse, sample, reward, filter) against a bare aiohttp client that posts the same requests and decodes the
 JSON. Both talk to FakeInstantEngine, a process of its own that computes nothing and answers 64 tokens at
-once, and take turns in one run, so that a busy machine slows both. Memory is what Python holds at its peak
-per sample in flight, in a pass of its own.
+once. They take turns, and every other round begins with the rollout, so that other work on the machine slows
+both alike; the ratio is the median of the rounds, printed with the lowest and the highest one. Memory is what
+Python holds at its peak per sample in flight, in a pass of its own.
 
-    python benchmarks/rollout_overhead.py [--sizes 1000 10000] [--rounds 3] [--json out.json]
+    python benchmarks/rollout_overhead.py [--sizes 1000 10000] [--rounds 6] [--json out.json]
 """
 
 import argparse
@@ -211,19 +212,25 @@ def measure_memory(args: Any) -> float:
 def measure(size: int, args: Any, url: str, rounds: int, concurrency: int) -> dict[str, Any]:
     payloads = make_payloads(args)
     measure_bare(url, payloads[:200], concurrency)
-    pairs = []
-    for _ in range(rounds):
-        bare_seconds = measure_bare(url, payloads, concurrency)
-        run(_most_open(url))  # counts anew from here
-        pairs.append((bare_seconds, measure_rollout(args)))
-    bare, ours = (statistics.median(values) / size for values in zip(*pairs, strict=True))
-    ratio = statistics.median(rollout / plain for plain, rollout in pairs)
+    measure_rollout(args)  # what is loaded and remembered at first use costs a run nothing later
+    bare, ours, connections = [], [], 0
+    for number in range(rounds):
+        for is_ours in (number % 2 == 1, number % 2 == 0):
+            if is_ours:
+                run(_most_open(url))  # counts anew from here
+                ours.append(measure_rollout(args))
+                connections = run(_most_open(url))
+            else:
+                bare.append(measure_bare(url, payloads, concurrency))
+    ratios = sorted(rollout / plain for plain, rollout in zip(bare, ours, strict=True))
     return {
         "in_flight": size,
-        "bare_us": bare * 1e6,
-        "rollout_us": ours * 1e6,
-        "ratio": ratio,
-        "connections": run(_most_open(url)),
+        "bare_us": statistics.median(bare) / size * 1e6,
+        "rollout_us": statistics.median(ours) / size * 1e6,
+        "ratio": statistics.median(ratios),
+        "lowest": ratios[0],
+        "highest": ratios[-1],
+        "connections": connections,
         "bytes_per_sample": measure_memory(args),
     }
 
@@ -233,7 +240,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 10000], help="samples in flight")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--concurrency", type=int, default=512, help="connections, on both sides")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/rollout_overhead.json"))
     options = parser.parse_args()
@@ -248,7 +255,7 @@ def main() -> int:
             url = f"http://127.0.0.1:{port}/generate"
             rows.append(measure(size, args, url, options.rounds, options.concurrency))
             line = "{in_flight:6d} in flight: bare {bare_us:6.0f} us, rollout {rollout_us:6.0f} us a sample"
-            line += ", ratio {ratio:.2f}, {connections} connections, {bytes_per_sample:.0f} bytes a sample"
+            line += ", ratio {ratio:.2f} ({lowest:.2f} to {highest:.2f}), {connections} connections, {bytes_per_sample:.0f} bytes a sample"
             print(line.format(**rows[-1]), flush=True)
     server.terminate()
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -123,7 +123,8 @@ def add_sample_span(target: Any, name: str, start: float, attrs: Mapping[str, An
     try:
         end = time.time()
         for carrier in carriers(target):
-            about = json.loads(json.dumps(attrs, default=str))  # dumps of samples accept plain types only
+            # Dumps of samples accept plain types only.
+            about = json.loads(json.dumps(attrs, default=str)) if attrs else {}
             if carrier.get("attempt"):
                 about["attempt"] = carrier["attempt"]
             carrier["spans"].append({"name": name, "start": start, "end": end, "about": about})
