@@ -66,7 +66,7 @@ def parse_args(
     loop that will run: some defaults depend on it. `preset` gives values that replace defaults.
     """
     refusals = Refusals()
-    parser, custom = build_parser(add_custom_arguments, refusals)
+    parser, custom = build_parser(add_custom_arguments)
     draft = _read_all(parser, custom, sys.argv[1:] if argv is None else list(argv), training_loop, refusals)
     if preset is not None:
         with refusals.collect("Command line"):
@@ -189,22 +189,33 @@ class _Help(argparse._HelpAction):
         parser.exit()
 
 
-def build_parser(
-    add_custom_arguments: AddArguments | None = None, refusals: Refusals | None = None
-) -> tuple[argparse.ArgumentParser, dict[str, CustomFlag]]:
-    """Build the parser of all flags; also return the flags that a user's function added, by name."""
-    parser: argparse.ArgumentParser = _Parser(
+@functools.cache
+def _parser_of_slime() -> argparse.ArgumentParser:
+    return _new_parser()
+
+
+def _new_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
         prog="slime train", allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
     )
     parser.add_argument("-h", "--help", action=_Help).nargs = "*"
     for spec in all_specs().values():
-        _add_flag(parser, spec, refusals or Refusals())
+        _add_flag(parser, spec)
+    return parser
+
+
+def build_parser(
+    add_custom_arguments: AddArguments | None = None,
+) -> tuple[argparse.ArgumentParser, dict[str, CustomFlag]]:
+    """Build the parser of all flags; also return the flags that a user's function added, by name."""
+    if add_custom_arguments is None:
+        return _parser_of_slime(), {}
+    parser = _new_parser()  # the function may change it
     declared = set(parser._actions)
-    if add_custom_arguments is not None:
-        try:
-            parser = add_custom_arguments(parser) or parser
-        except argparse.ArgumentError as error:
-            raise ValueError(f"add_custom_arguments adds a flag that slime already has: {error}") from None
+    try:
+        parser = add_custom_arguments(parser) or parser
+    except argparse.ArgumentError as error:
+        raise ValueError(f"add_custom_arguments adds a flag that slime already has: {error}") from None
     custom = {}
     for action in parser._actions:
         if action not in declared and not isinstance(action, argparse._HelpAction):
@@ -220,12 +231,12 @@ def _leave_only_reading(action: argparse.Action) -> CustomFlag:
     return replace(flag, default=default)
 
 
-def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec, refusals: Refusals) -> None:
+def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec) -> None:
     if spec.kind is bool:
         parser.add_argument(*spec.on_options, dest=spec.name, action="store_const", const=True)
         parser.add_argument(*spec.off_options, dest=spec.name, action="store_const", const=False)
         return
-    options: dict[str, Any] = {"dest": spec.name, "type": _word_reader(spec, refusals)}
+    options: dict[str, Any] = {"dest": spec.name, "type": _word_reader(spec)}
     if spec.many:
         options["nargs"] = "+"
     if spec.info.repeatable:
@@ -235,15 +246,19 @@ def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec, refusals: Refusal
     parser.add_argument(*spec.on_options, **options)
 
 
-def _word_reader(spec: FlagSpec, refusals: Refusals) -> Callable[[str], Any]:
-    """Return a reader that keeps an invalid value for the report of all mistakes."""
+@dataclass(frozen=True)
+class _Unreadable:
+    """The place of an invalid value until all mistakes are reported."""
 
+    complaint: str
+
+
+def _word_reader(spec: FlagSpec) -> Callable[[str], Any]:
     def read(word: str) -> Any:
         try:
             return convert(spec, word)
         except ValueError as error:
-            refusals.add("Command line", f"{spec.option} is {word!r}: {error}")
-            return spec.default
+            return _Unreadable(f"{spec.option} is {word!r}: {error}")
 
     return read
 
@@ -252,13 +267,18 @@ def _parse_command_line(
     parser: argparse.ArgumentParser, argv: list[str], refusals: Refusals
 ) -> dict[str, Any]:
     namespace, unknown = parser.parse_known_args(argv)
+    given = vars(namespace)
+    for name, value in list(given.items()):
+        values = value if isinstance(value, list) else [value]
+        for wrong in [one for one in values if isinstance(one, _Unreadable)]:
+            refusals.add("Command line", wrong.complaint)
+            given.pop(name, None)
     settings = next((word for word in unknown if re.search(r"(?i)^[^-].*\.(ya?ml|json)$", word)), None)
     if settings is not None and "config" not in namespace:
         raise ValueError(f"unexpected {settings!r}: a file of settings is given by --config {settings}")
     if unknown:
         for reason in _explain_unknown(unknown, argv, [*known_options(parser), *megatron_fields()]):
             refusals.add("Command line", reason)
-    given = vars(namespace)
     for name, spec in all_specs().items():
         if spec.one_or_many and name in given and isinstance(given[name], list) and len(given[name]) == 1:
             given[name] = given[name][0]
