@@ -255,7 +255,8 @@ def main() -> int:
             url = f"http://127.0.0.1:{port}/generate"
             rows.append(measure(size, args, url, options.rounds, options.concurrency))
             line = "{in_flight:6d} in flight: bare {bare_us:6.0f} us, rollout {rollout_us:6.0f} us a sample"
-            line += ", ratio {ratio:.2f} ({lowest:.2f} to {highest:.2f}), {connections} connections, {bytes_per_sample:.0f} bytes a sample"
+            line += ", ratio {ratio:.2f} ({lowest:.2f} to {highest:.2f}), {connections} connections"
+            line += ", {bytes_per_sample:.0f} bytes a sample"
             print(line.format(**rows[-1]), flush=True)
     server.terminate()
     options.json.parent.mkdir(parents=True, exist_ok=True)

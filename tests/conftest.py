@@ -51,6 +51,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if any(f"not {kind}" in wanted for kind in kinds) else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Give all files whose tests look at the whole source to one worker, which parses it once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    looking = {
+        str(path.relative_to(config.rootpath))
+        for path in (config.rootpath / "tests").rglob("test_*.py")
+        if "from source_trees import" in path.read_text()
+    }
+
+    class OneParser(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "source trees" if file in looking else file
+
+    return OneParser(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from source_trees import tree_of
+from source_trees import nodes_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -14,7 +14,7 @@ def test_nothing_in_the_package_imports_the_scripts_at_the_root():
     scripts = {"train", "train_async"}
     wrong = []
     for path in (ROOT / "slime").rglob("*.py"):
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
             wrong += [

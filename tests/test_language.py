@@ -4,7 +4,6 @@ Only openings and phrases that are always wrong are listed; ambiguous words are 
 """
 
 import ast
-import functools
 import io
 import re
 import tokenize
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from source_trees import nodes_in
 
 ROOT = Path(__file__).parents[1]
 OPENINGS = ("The same", "Those", "That of", "Of ", "As `", "It is", "It and", "They are", "Who ", "It ")
@@ -34,12 +34,11 @@ PHRASES = (
 _PHRASE = re.compile(r"\b(?:" + "|".join(r"\s+".join(p.split()) for p in PHRASES) + r")\b", re.IGNORECASE)
 
 _LETTERS = re.compile("|".join("".join(p.split()) for p in PHRASES))
-_tree = functools.cache(ast.parse)
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of every docstring, including strings below the fields of classes."""
-    for node in ast.walk(tree):
+    for node in nodes_in(source):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         before: ast.stmt | None = None
@@ -77,7 +76,7 @@ def phrases(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of every forbidden phrase in docstrings, comments and other strings."""
     strings = (
         (node.lineno, node.value)
-        for node in ast.walk(_tree(source))
+        for node in nodes_in(source)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     for line, text in (*strings, *comments(source)):
@@ -87,7 +86,7 @@ def phrases(source: str) -> Iterator[tuple[int, str]]:
 
 def openings(source: str, forbidden: tuple[str, ...]) -> list[tuple[int, str]]:
     """Line and text of every docstring with a forbidden opening."""
-    return [found for found in docstrings(_tree(source)) if found[1].startswith(forbidden)]
+    return [found for found in docstrings(source) if found[1].startswith(forbidden)]
 
 
 @pytest.fixture(scope="module")

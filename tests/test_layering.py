@@ -6,7 +6,7 @@ import graphlib
 import re
 from pathlib import Path
 
-from source_trees import tree_of
+from source_trees import nodes_of, tree_of
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
@@ -77,7 +77,7 @@ MODULES = modules()
 def modules_imported_by(path: Path) -> frozenset[str]:
     """Modules of slime that a file imports, wherever in the file."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -168,7 +168,7 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_only_one_module_imports_ray():
     wrong = []
     for path in (ROOT / "slime").rglob("*.py"):
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name.split(".")[0] == "ray" for name in names):

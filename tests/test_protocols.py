@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from protocol_checks import attributes_of, differences, members
-from source_trees import tree_of
+from source_trees import nodes_of
 
 import slime
 from slime.agent.engine_access import EnginePolicy, Policy
@@ -172,7 +172,7 @@ def test_calls_over_the_process_seam_name_the_method_itself():
     by_name = [
         f"{file.relative_to(PACKAGE)}:{node.lineno}"
         for file in [*(PACKAGE / "cluster").rglob("*.py"), *(PACKAGE / "runtime").rglob("*.py")]
-        for node in ast.walk(tree_of(file))
+        for node in nodes_of(file)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if node.func.attr in ("call", "call_control", "begin")
         if node.args and not isinstance(node.args[0], (ast.Attribute, ast.Name))

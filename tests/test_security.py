@@ -15,7 +15,7 @@ import torch
 from agent_world import agent_world
 from fake_engine import FakeEngine
 from patience import PATIENCE_S
-from source_trees import tree_of
+from source_trees import nodes_of
 
 import slime
 from slime.agent.aiohttp_threaded import run_app_in_thread
@@ -136,11 +136,11 @@ LOADS_ANYTHING = {"cli/verify_model/trainer_job.py"}  # what its own trainer has
 
 
 @functools.cache
-def trees():
+def sources():
     words = ("pickle", "dill", "marshal", "shelve", "load")
     texts = ((path, path.read_text()) for path in sorted(SLIME.rglob("*.py")))
     return [
-        (str(path.relative_to(SLIME)), tree_of(path))
+        (str(path.relative_to(SLIME)), nodes_of(path))
         for path, text in texts
         if any(word in text for word in words)
     ]
@@ -149,8 +149,8 @@ def trees():
 def test_pickles_are_read_between_processes_of_one_run_and_nowhere_else():
     names = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
     found = set()
-    for name, tree in trees():
-        for node in ast.walk(tree):
+    for name, nodes in sources():
+        for node in nodes:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(module.partition(".")[0] in names for module in modules):
@@ -160,8 +160,8 @@ def test_pickles_are_read_between_processes_of_one_run_and_nowhere_else():
 
 def test_files_are_loaded_as_plain_values():
     found = set()
-    for name, tree in trees():
-        for node in ast.walk(tree):
+    for name, nodes in sources():
+        for node in nodes:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "yaml.unsafe_load"):
                 safe = {k.arg: ast.unparse(k.value) for k in node.keywords}.get("weights_only") == "True"
                 found |= set() if safe else {name}

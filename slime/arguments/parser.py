@@ -190,32 +190,22 @@ class _Help(argparse._HelpAction):
 
 
 @functools.cache
-def _parser_of_slime() -> argparse.ArgumentParser:
-    return _new_parser()
-
-
-def _new_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def build_parser(
+    add_custom_arguments: AddArguments | None = None,
+) -> tuple[argparse.ArgumentParser, dict[str, CustomFlag]]:
+    """Build the parser of all flags; also return the flags that a user's function added, by name."""
+    parser: argparse.ArgumentParser = _Parser(
         prog="slime train", allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False
     )
     parser.add_argument("-h", "--help", action=_Help).nargs = "*"
     for spec in all_specs().values():
         _add_flag(parser, spec)
-    return parser
-
-
-def build_parser(
-    add_custom_arguments: AddArguments | None = None,
-) -> tuple[argparse.ArgumentParser, dict[str, CustomFlag]]:
-    """Build the parser of all flags; also return the flags that a user's function added, by name."""
-    if add_custom_arguments is None:
-        return _parser_of_slime(), {}
-    parser = _new_parser()  # the function may change it
     declared = set(parser._actions)
-    try:
-        parser = add_custom_arguments(parser) or parser
-    except argparse.ArgumentError as error:
-        raise ValueError(f"add_custom_arguments adds a flag that slime already has: {error}") from None
+    if add_custom_arguments is not None:
+        try:
+            parser = add_custom_arguments(parser) or parser
+        except argparse.ArgumentError as error:
+            raise ValueError(f"add_custom_arguments adds a flag that slime already has: {error}") from None
     custom = {}
     for action in parser._actions:
         if action not in declared and not isinstance(action, argparse._HelpAction):
@@ -236,7 +226,7 @@ def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec) -> None:
         parser.add_argument(*spec.on_options, dest=spec.name, action="store_const", const=True)
         parser.add_argument(*spec.off_options, dest=spec.name, action="store_const", const=False)
         return
-    options: dict[str, Any] = {"dest": spec.name, "type": _word_reader(spec)}
+    options: dict[str, Any] = {"dest": spec.name, "type": functools.partial(_read_word, spec)}
     if spec.many:
         options["nargs"] = "+"
     if spec.info.repeatable:
@@ -246,21 +236,12 @@ def _add_flag(parser: argparse.ArgumentParser, spec: FlagSpec) -> None:
     parser.add_argument(*spec.on_options, **options)
 
 
-@dataclass(frozen=True)
-class _Unreadable:
-    """The place of an invalid value until all mistakes are reported."""
-
-    complaint: str
-
-
-def _word_reader(spec: FlagSpec) -> Callable[[str], Any]:
-    def read(word: str) -> Any:
-        try:
-            return convert(spec, word)
-        except ValueError as error:
-            return _Unreadable(f"{spec.option} is {word!r}: {error}")
-
-    return read
+def _read_word(spec: FlagSpec, word: str) -> Any:
+    """Return the value of a word, or the mistake in it, which is reported with all others."""
+    try:
+        return convert(spec, word)
+    except ValueError as error:
+        return ValueError(f"{spec.option} is {word!r}: {error}")
 
 
 def _parse_command_line(
@@ -269,10 +250,10 @@ def _parse_command_line(
     namespace, unknown = parser.parse_known_args(argv)
     given = vars(namespace)
     for name, value in list(given.items()):
-        values = value if isinstance(value, list) else [value]
-        for wrong in [one for one in values if isinstance(one, _Unreadable)]:
-            refusals.add("Command line", wrong.complaint)
-            given.pop(name, None)
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, ValueError):
+                refusals.add("Command line", str(one))
+                given.pop(name, None)
     settings = next((word for word in unknown if re.search(r"(?i)^[^-].*\.(ya?ml|json)$", word)), None)
     if settings is not None and "config" not in namespace:
         raise ValueError(f"unexpected {settings!r}: a file of settings is given by --config {settings}")

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from source_trees import tree_of
+from source_trees import nodes_of
 
 from slime.arguments import default_args
 from slime.arguments.all_flags import all_specs
@@ -55,7 +55,7 @@ def names_read_outside_arguments() -> set[str]:
     for path in (ROOT / "slime").rglob("*.py"):
         if path.is_relative_to(ROOT / "slime" / "arguments"):
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = (
                     node.value.attr

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from source_trees import tree_of
+from source_trees import nodes_of
 
 from slime.arguments.all_flags import all_specs
 from slime.arguments.core.flag import convert
@@ -74,7 +74,7 @@ def written_names() -> set[str]:
     for path in (ROOT / "slime").rglob("*.py"):
         if path.parent.name in ("cli", "catalog"):
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.JoinedStr):
                 parts = [p.value if isinstance(p, ast.Constant) else FILLED_IN for p in node.values]
                 found.add("".join(map(str, parts)))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from source_trees import tree_of
+from source_trees import nodes_of
 
 _ABSENT = object()
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -145,7 +145,7 @@ def attributes_of(names: Iterable[str], files: Iterable[Path]) -> dict[str, str]
     found: dict[str, str] = {}
     wanted = set(names)
     for file in files:
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.Attribute):
                 base = node.value
                 name = (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from source_trees import tree_of
+from source_trees import nodes_of
 
 from slime.cli.main import COMMANDS
 from slime.utils.machine.own_command import as_typed
@@ -90,7 +90,7 @@ def messages(path: Path) -> Iterator[str]:
     """Texts of a module that name a command and are neither docstrings nor the help of a flag or command."""
     if path.parent.name == "groups" or path.name == "docs.py":  # declarations of flags; pages
         return
-    nodes = list(ast.walk(tree_of(path)))
+    nodes = nodes_of(path)
     skipped = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
     for call in (node for node in nodes if isinstance(node, ast.Call)):
         name = getattr(call.func, "id", getattr(call.func, "attr", ""))

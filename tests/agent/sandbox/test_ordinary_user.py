@@ -29,7 +29,7 @@ def readable_copy(target):
     for name in ("slime", "tests", "pyproject.toml"):
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, target / name)  # with what is compiled already
         else:
             shutil.copy(source, target / name)
     subprocess.run(["chmod", "-R", "a+rX", str(target)], check=True)
