@@ -1,4 +1,4 @@
-"""`slime plan`: show which engine runs on which GPUs, or the memory and time of a run."""
+"""`slime plan`: show what lies on which host and GPU, or the memory and time of a run."""
 
 import argparse
 import functools
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from slime.arguments import explain_batch
+from slime.arguments.core.devices import visible_gpus
 from slime.arguments.groups.topology import Topology, plain_topology, prefill_topology, read_topology
 from slime.arguments.parser import parse_args
 from slime.catalog.gpus import GPUS
@@ -15,17 +16,24 @@ from slime.cli.main import RUN_STOPPED, user_errors
 from slime.engines.launch_plan import EnginePlace, gpu_pool, place_engines, plan_router, render_plan
 from slime.engines.sglang.command import SGLangOptions, server_words
 from slime.preflight.trainer_plan import GIB
+from slime.runtime.placement import Machine, host_lines, host_rows, num_machines_needed, plan_placement
+from slime.utils.machine.described import described_machine
 from slime.utils.machine.own_command import as_typed
+
+_PLACE = "show what lies on which host of such a cluster, with --config [as many hosts as the run needs]"
+_PER_HOST = 8  # GPUs of a host where nothing else is said
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(argv or ())
+    if words and not words[0].startswith("-"):
+        words = ["--config", *words]
     if any(word.partition("=")[0] == "--gpus" for word in words):
         with user_errors():
             typed = as_typed("simulate", "--gpus", "N", "--model", "NAME")
             raise ValueError(f"--gpus is not a flag of this command: `{typed}` tries the splits of N GPUs.")
     options, others = _parser().parse_known_args(words)
-    if options.config or others:
+    if options.config or others or options.place is not None:
         return plan_whole_run(words)
     with user_errors():
         topology = _topology(options)
@@ -47,33 +55,65 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan_whole_run(words: list[str]) -> int:
-    """Plan a run of `slime train`, given as a file or flags: its memory and time, and whether it fits."""
+    """Plan a run of `slime train`, given as a file or flags: places, memory and time, and whether it fits."""
+    options, words = _run_parser().parse_known_args(words)
+    with user_errors():
+        room = options.gpu_gib * GIB if options.gpu_gib else None
+        if options.gpu and room is None:
+            room = GPUS[options.gpu].capacity
+        hosts, per_host = _cluster(options.place)
+        if options.place is None:
+            args = parse_args(words)
+            per_host = 0 if room is None and not visible_gpus() else max(per_host, args.num_gpus_per_node)
+        else:
+            with described_machine(per_host, None if room is None else int(room)):
+                args = parse_args(words)
+        if not args.sources["num_gpus_per_node"].startswith("derived"):
+            per_host = min(per_host, args.num_gpus_per_node)
+        hosts = hosts or num_machines_needed(args, per_host)
+        cluster = [Machine(f"host-{i}", tuple(range(per_host))) for i in range(hosts)]
+        placed = plan_placement(args, per_host, hosts).on(cluster)
+        rows = host_rows(args, placed, hosts) if options.place is not None else []
+        if rows and room is None:
+            print(json.dumps({"hosts": rows}, indent=2) if options.json else "\n".join(host_lines(rows)))
+            return 0
+        # Imported here: it loads torch.
+        from slime.preflight.prompts import usual_length
+        from slime.preflight.run_plan import Device, plan_run
+
+        device = Device.here() if room is None else Device(room, True, options.gpu or "")
+        plan = plan_run(args, device, usual_length(args), options.response_tokens)
+        fits = plan.peak <= device.room
+        if options.json:
+            facts = {"peak": plan.peak, "room": device.room, "fits": fits} | ({"hosts": rows} if rows else {})
+            print(json.dumps(asdict(plan) | facts, indent=2))
+        else:
+            print("\n".join([*host_lines(rows), explain_batch(args), *plan.lines(device.room)]))
+    return 0 if fits else RUN_STOPPED
+
+
+def _run_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slime plan", add_help=False, allow_abbrev=False)
     add = parser.add_argument
+    add("--place", nargs="?", const="", metavar="HOSTSxGPUS", help=_PLACE)
     add("--gpu", choices=tuple(GPUS), help="kind of GPU [that of this machine]")
     memory = "memory of a GPU in GiB: check whether it fits"
     add("--gpu-gib", type=between(0.001, 1e6), metavar="N", help=memory)
     mean = "mean response length [half of the limit]"
     add("--response-tokens", type=between(1, MOST_TOKENS), help=mean)
     add("--json", action="store_true", help="print JSON")
-    options, words = parser.parse_known_args(words)
-    with user_errors():
-        args = parse_args(words)
-        # Imported here: it loads torch.
-        from slime.preflight.prompts import usual_length
-        from slime.preflight.run_plan import Device, plan_run
+    return parser
 
-        device = Device.here()
-        if options.gpu or options.gpu_gib:
-            room = options.gpu_gib * GIB if options.gpu_gib else GPUS[options.gpu].capacity
-            device = Device(room, True, options.gpu or "")
-        plan = plan_run(args, device, usual_length(args), options.response_tokens)
-        fits = plan.peak <= device.room
-        if options.json:
-            print(json.dumps(asdict(plan) | {"peak": plan.peak, "room": device.room, "fits": fits}, indent=2))
-        else:
-            print("\n".join([explain_batch(args), *plan.lines(device.room)]))
-    return 0 if fits else RUN_STOPPED
+
+def _cluster(place: str | None) -> tuple[int, int]:
+    """Read HOSTSxGPUS: the hosts (0: as many as the run needs) and the GPUs of each."""
+    if not place:
+        return 0, visible_gpus() or _PER_HOST
+    hosts, _, gpus = place.partition("x")
+    try:
+        return int(between(1, MOST_GPUS, int)(hosts)), int(between(0, MOST_GPUS, int)(gpus))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise ValueError(f"--place is {place!r}; write hosts x GPUs of each, such as 16x8.") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-gpus-per-node", type=gpus, default=8, help="GPUs of one machine [8]")
     add("--rollout-router", choices=("builtin", "sglang"), default="builtin", help="[builtin]")
     add("--config", metavar="FILE", help="plan memory and time of a `slime train` run; its flags may follow")
+    add("--place", nargs="?", const="", metavar="HOSTSxGPUS", help=_PLACE)
     add("--json", action="store_true", help="print JSON")
     return parser
 

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from slime.arguments import Args
 from slime.catalog.engines import ENGINES
@@ -137,6 +138,36 @@ def num_machines_needed(args: Args, num_gpus: int) -> int:
         if num_gpus
         else -(-(wanted and args.engine_topology.largest_engine) // args.num_gpus_per_node),
     )
+
+
+def host_rows(args: Args, placed: Placement, hosts: int) -> list[dict[str, Any]]:
+    """Return what lies on each host: trainer ranks and engines, and the GPUs of each."""
+    names = list(dict.fromkeys(place.name for place in place_engines(args.engine_topology)))
+    rows: list[dict[str, Any]] = [{"host": f"host-{i}", "ranks": {}, "engines": {}} for i in range(hosts)]
+    for slot in placed.trainer:
+        rows[slot.machine]["ranks"][slot.index] = slot.gpu_ids
+    for slot in () if args.rollout_external_engine_addrs else placed.engines:
+        rows[slot.machine]["engines"][names[slot.index]] = slot.gpu_ids
+    return rows
+
+
+def host_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the rows as text, one line for a host."""
+
+    def spans(numbers: Sequence[int]) -> str:
+        first, last = min(numbers), max(numbers)
+        whole = len(numbers) == last - first + 1
+        return (f"{first}-{last}" if last > first else f"{first}") if whole else ",".join(map(str, numbers))
+
+    lines = []
+    for row in rows:
+        parts = []
+        if row["ranks"]:
+            gpus = [gpu for ids in row["ranks"].values() for gpu in ids]
+            parts.append(f"ranks {spans([*row['ranks']])}" + (f" on GPU {spans(gpus)}" if gpus else ""))
+        parts += [f"{n} on GPU {spans(ids)}" if ids else n for n, ids in row["engines"].items()]
+        lines.append(f"{row['host']}: {'; '.join(parts) or 'nothing'}")
+    return lines
 
 
 def _num_ranks(args: Args) -> int:

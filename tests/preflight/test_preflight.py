@@ -12,6 +12,7 @@ from external_router import OtherRouter
 from patience import PATIENCE_S
 from tiny_model import make_tiny_model, make_tiny_tokenizer
 
+from slime.preflight import packages
 from slime.preflight.all_checks import CHECKS, preflight
 from slime.preflight.findings import Finding, Report
 from slime.preflight.machine import weights_bytes
@@ -170,6 +171,40 @@ def test_weights_that_are_not_there_or_not_whole(look, changed_model):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     [error] = errors(look(hf_checkpoint=str(folder)))
     assert "00001-of-00001.safetensors: there is no such file" in error
+
+
+@pytest.mark.parametrize(
+    ("theirs", "changes", "refused"),
+    [
+        ("2.29.1", {}, True),
+        ("2.28.9", {}, False),
+        (None, {}, False),  # a torch with an NCCL of its own: nothing is known
+        ("2.29.1", {"update_weight_transport": "distributed"}, True),
+        ("2.29.1", {"update_weight_transport": "disk", "update_weight_disk_dir": "weights"}, False),
+        ("2.29.1", {"colocate": True}, False),
+    ],
+)
+def test_two_versions_of_nccl_are_refused_where_both_would_be_in_one_group(
+    theirs, changes, refused, tmp_path, monkeypatch
+):
+    for name, version in (("ours", "2.28.9"), ("theirs", theirs)):
+        folder = tmp_path / name / f"nvidia_nccl_cu13-{version}.dist-info"
+        folder.mkdir(parents=True)
+        text = f"Name: nvidia-nccl-cu13\nVersion: {version}\n" if version else "Name: other\nVersion: 1\n"
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\n{text}")
+        script = tmp_path / f"{name}-python"
+        script.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / name} exec {sys.executable} -S "$@"\n')
+        script.chmod(0o755)
+    monkeypatch.setattr(packages, "device_count", lambda: 2)
+    monkeypatch.setattr(packages.sys, "executable", str(tmp_path / "ours-python"))
+    args = parse(rollout_engine="sglang", sglang_python=str(tmp_path / "theirs-python"), **changes)
+    found = [str(finding) for finding in packages.check_nccl(args)]
+    assert len(found) == refused
+    if refused:
+        assert "nvidia-nccl-cu13==2.28.9) and SGLang (nvidia-nccl-cu13==2.29.1)" in found[0]
+        assert (
+            found[0].startswith("--update-weight-transport: ") and "disk --update-weight-disk-dir" in found[0]
+        )
 
 
 def test_missing_packages(look, monkeypatch):

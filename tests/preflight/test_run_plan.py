@@ -172,3 +172,51 @@ def test_the_time_of_a_whole_run_is_told_where_it_is_long(tmp_path, steps, said)
     plan = RunPlan({"weights": GIB}, {"weights": GIB}, False, 20.0, 16.0)
     texts = [finding.text for finding in check_memory(args, plan)]
     assert [text for text in texts if "evaluations take" in text] == ([said] if said else [])
+
+
+def placed(capsys, words: str, **changes) -> list[str]:
+    changes = {"hf_checkpoint": "none", "rollout_num_gpus": None, "num_gpus_per_node": None, **changes}
+    changes = {"actor_num_gpus_per_node": None, "train_backend": "fsdp", **changes}
+    assert main([*base_argv(**changes), "--place", *words.split()]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_described_cluster_shows_what_lies_on_which_host(capsys):
+    assert placed(capsys, "2x4 --colocate") == [
+        "host-0: ranks 0-3 on GPU 0-3; " + "; ".join(f"engine-{i} on GPU {i}" for i in range(4)),
+        "host-1: nothing",
+    ]
+    sizes = dict(
+        actor_num_gpus_per_node=4, rollout_num_gpus=12, rollout_num_gpus_per_engine=4, colocate=False
+    )
+    # As many hosts as it needs, with eight GPUs each.
+    assert placed(capsys, "", **sizes) == [
+        "host-0: ranks 0-3 on GPU 0-3; engine-0 on GPU 4-7",
+        "host-1: engine-1 on GPU 0-3; engine-2 on GPU 4-7",
+    ]
+    [row, *_] = json.loads("".join(placed(capsys, "4x4 --json", **sizes)))["hosts"]
+    assert (row["ranks"]["3"], row["engines"]) == ([3], {})  # all GPUs of a host with four
+    on_cpu = dict(actor_num_nodes=2, actor_num_gpus_per_node=2, rollout_num_gpus=3)
+    assert placed(capsys, "2x0", **on_cpu) == [
+        "host-0: ranks 0-1; engine-0; engine-1",
+        "host-1: ranks 2-3; engine-2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--place 16", "--place is '16'; write hosts x GPUs of each, such as 16x8"),
+        ("--place 2x4 --rollout-num-gpus 6 --actor-num-gpus-per-node 4 --no-colocate", "need 10 GPUs, but 2"),
+        (
+            "--gpu h200 --actor-num-nodes 2 --actor-num-gpus-per-node 7 --rollout-num-gpus 2 "
+            "--num-gpus-per-node 8 --rollout-num-gpus-per-engine 2",
+            "an engine would get GPUs of several machines, but --rollout-engine embedded runs on one",
+        ),
+    ],
+)
+def test_what_has_no_place_is_an_error_of_the_plan(words, message, capsys):
+    changes = dict(hf_checkpoint="none", train_backend="fsdp", rollout_num_gpus=None)
+    with pytest.raises(SystemExit) as stop:
+        main([*base_argv(**changes, actor_num_gpus_per_node=None, num_gpus_per_node=None), *words.split()])
+    assert stop.value.code == 2 and message in capsys.readouterr().err

@@ -1,12 +1,14 @@
 """The real loop on a virtual clock: it is exact, it ends, and what is wrong with it is found."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
 from slime.arguments import Args, parse_args
 from slime.cli.main import main
+from slime.cli.simulate import split_flags
 from slime.rollout import fully_async_rollout
 from slime.rollout.collection.collector import Collector
 from slime.rollout.ledger import Ledger
@@ -16,6 +18,7 @@ from slime.simulation.fuzz import fuzz, make_case, run_case
 from slime.simulation.modelled_engines import ModelledEngine
 from slime.simulation.simulated_run import Measured, Simulation
 from slime.simulation.simulated_settings import simulated_args
+from slime.simulation.splits import find_splits
 from slime.simulation.workload import Fault, FaultPlan, LengthModel, RewardModel, Workload
 
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -176,6 +179,45 @@ def test_the_command_prints_the_splits_and_the_best_of_them(capsys):
     )
     assert printed.count("%  ") > 3
     assert max(map(len, printed.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "some"),
+    [
+        ("qwen3-30b-a3b", 16, "--actor-num-nodes 2 --actor-num-gpus-per-node 7"),
+        ("deepseek-v3", 512, "--rollout-num-gpus-per-engine 16"),
+    ],
+)
+def test_every_split_has_a_place_and_slime_plan_agrees(args, tmp_path, capsys, model, gpus, some):
+    options, _ = split_flags(["--model", model, "--gpus", str(gpus)])
+    lengths, about = LengthModel("fixed", (1000.0,), 1000.0), ["", ""]
+    many = args.replace(rollout_batch_size=64, n_samples_per_prompt=8)
+    found = find_splits(many, options, lengths, about)
+    assert any(some in split.flags for split in found)
+    prompts = tmp_path / "prompts.jsonl"
+    words = f"--hf-checkpoint none --prompt-data {prompts} --rm-type math --rollout-batch-size 64 --json "
+    prompts.write_text('{"input": "a"}\n')
+    words += "--n-samples-per-prompt 8 --num-rollout 1 --rollout-max-response-len 9 "
+    words += "--rollout-engine sglang --sglang-python /bin/true"
+    for split in found:
+        hosts = -(-gpus // 8)
+        main(["plan", *words.split(), "--place", f"{hosts}x8", *split.flags.split()])
+        rows = json.loads(capsys.readouterr().out)["hosts"]
+        assert sum(len(row["ranks"]) for row in rows) == split.train
+        engines = [name for row in rows for name in row["engines"]]
+        assert len(set(engines)) == split.costs.num_engines
+        assert len(engines) == len(set(engines)) * -(-split.costs.engine.gpus // 8)
+
+
+def test_the_numbers_of_a_run_that_cannot_be_placed_are_an_error(capsys):
+    words = "simulate --model qwen3-4b --rm-type math --rollout-batch-size 4 --n-samples-per-prompt 2 "
+    words += (
+        "--rollout-max-response-len 64 --actor-num-nodes 2 --actor-num-gpus-per-node 7 --rollout-num-gpus 2 "
+    )
+    with pytest.raises(SystemExit):
+        main([*words.split(), "--num-gpus-per-node", "8", "--rollout-num-gpus-per-engine", "2"])
+    message = "can be used (14 + 2 GPUs: no place for engines of 2 on machines of 8)"
+    assert message in capsys.readouterr().err
 
 
 def test_the_name_of_a_model_is_enough_of_one(capsys):

@@ -2,12 +2,16 @@
 
 import os
 
+from slime.utils.machine.described import described
+
 # Without one of these nodes there is no usable CUDA or ROCm device, so torch need not be loaded.
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 
 
-def visible_gpus() -> int:
-    """Return the number of GPUs that this process can use; 0 on a CPU machine."""
+def visible_gpus(*, here: bool = False) -> int:
+    """Return the number of GPUs that this process can use, or, unless `here`, that a plan describes."""
+    if not here and (machine := described.get()) is not None:
+        return machine[0]
     if not any(os.path.exists(node) for node in DEVICE_NODES):
         return 0
     # Loading torch takes seconds; a machine without GPUs skips it for --help and misspelt flags.
@@ -18,6 +22,8 @@ def visible_gpus() -> int:
 
 def gpu_bytes() -> int | None:
     """Return the memory of the first visible GPU, without allocating any; None on a CPU machine."""
+    if (machine := described.get()) is not None:
+        return machine[1]
     if not visible_gpus():
         return None
     import torch  # loaded already when the GPUs were counted

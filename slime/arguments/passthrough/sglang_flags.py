@@ -46,16 +46,8 @@ OWNED = {
     ),
 }
 # Some of these may be in slime launch lines: they are dropped with a log line, not refused.
-_REFUSED = {
-    "host",
-    "grpc_port",
-    "pp_size",
-    "device",
-    "weight_version",
-    "skip_tokenizer_init",
-    "api_key",
-    "admin_api_key",
-}
+_REFUSED = {"host", "grpc_port", "pp_size", "device", "weight_version", "skip_tokenizer_init"}
+_REFUSED |= {"api_key", "admin_api_key"}
 _LEFT_OUT = frozenset(OWNED) - _REFUSED
 # Names in other releases -> the equivalent arguments of the installed release, or nothing.
 _NEW_NAMES = {
@@ -130,7 +122,7 @@ def _installed_version(python: str) -> str:
 
 
 def _ask(python: str) -> dict[str, Any]:
-    device = [] if visible_gpus() else ["--device", "cpu"]
+    device = [] if visible_gpus(here=True) else ["--device", "cpu"]
     command = [python, "-P", str(_LAUNCH), "--print-flags", *device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
     for line in done.stdout.splitlines():
