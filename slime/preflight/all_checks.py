@@ -28,6 +28,7 @@ CHECKS = {
     PLUGINS: CheckRow("settings", "plug-ins", "all_checks.check_plugin_functions"),
     "packages": CheckRow("packages", "packages", "packages.check_packages"),
     "nccl": CheckRow("packages", "--update-weight-transport", "packages.check_nccl"),
+    "transfer": CheckRow("packages", "--sglang-config", "packages.check_transfer"),
     FILES: CheckRow("model", "--hf-checkpoint", "models.check_model_files"),
     "weights": CheckRow("model", "--hf-checkpoint", "models.check_weights", (FILES,)),
     TOKENIZER: CheckRow("model", "--hf-checkpoint", "models.check_tokenizer", (FILES,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,13 +20,12 @@ from slime.utils.misc import is_installed, load_function
 from slime.weight_sync.base import Site
 from slime.weight_sync.transports import choose_transport
 
-_NCCL_TIMEOUT_S = 60
-# Prints the NCCL package of an environment, or nothing if torch there has another NCCL.
-_PRINT_NCCL = """
-import importlib.metadata as m
-found = ((str(d.name), d.version) for d in m.distributions())
-print(*sorted({f"{name}=={version}" for name, version in found if name.startswith("nvidia-nccl-")}))
-"""
+_ASK_TIMEOUT_S = 60
+_LIST_PACKAGES = (
+    "import importlib.metadata as m; print(*{f'{d.name}=={d.version}' for d in m.distributions()})"
+)
+# What moves the KV cache from engines that prefill to those that decode: SGLang's name -> its package.
+_TRANSFERS = {"mooncake": "mooncake-transfer-engine", "nixl": "nixl"}
 NEEDS_DOCSTRINGS = (
     "transformers makes its models of docstrings, and this Python runs without them (PYTHONOPTIMIZE=2, or "
     "-OO): unset it, or set it to 1"
@@ -72,15 +72,48 @@ def check_nccl(args: Args) -> Iterator[Finding]:
         yield Finding("error", "--update-weight-transport", text)
 
 
+def check_transfer(args: Args) -> Iterator[Finding]:
+    """Report what keeps engines that prefill from sending the KV cache to those that decode."""
+    split = [
+        group for model in args.engine_topology.models if model.is_disaggregated for group in model.groups
+    ]
+    if not split or args.debug_train_only or args.rollout_external_engine_addrs:
+        return
+    flag = "--prefill-num-servers" if args.prefill_num_servers else "--sglang-config"
+    if not device_count():
+        text = (
+            "engines that only prefill or decode need GPUs: none of SGLang's ways to send the KV cache works "
+            "between servers on a CPU; use regular engines"
+        )
+        yield Finding("error", flag, text)
+        return
+    assert args.sglang_python is not None, "rules of the arguments find SGLang's interpreter"
+    own = vars(args).get("sglang_disaggregation_transfer_backend") or "mooncake"
+    chosen = {group.overrides.get("disaggregation_transfer_backend", own) for group in split}
+    installed = packages_of(args.sglang_python)
+    for name in sorted(chosen & _TRANSFERS.keys()):
+        package = _TRANSFERS[name]
+        if installed and not any(found.startswith(package) for found in installed):
+            text = f"sends the KV cache by {name}, which SGLang's environment lacks: "
+            yield Finding("error", flag, f"{text}`{args.sglang_python} -m pip install {package}`")
+
+
 def nccl_of(python: str) -> str | None:
-    """Return the NCCL package of an interpreter's environment, with its version; None: it is not known."""
-    try:
-        words = [python, "-c", _PRINT_NCCL]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_NCCL_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = done.stdout.split()
+    """Return the NCCL package of an environment, with its version; None: torch there may have another."""
+    found = [package for package in packages_of(python) if package.startswith("nvidia-nccl-")]
     return found[0] if len(found) == 1 else None
+
+
+@functools.cache
+def packages_of(python: str) -> tuple[str, ...]:
+    """Return the packages of an interpreter's environment as `name==version`; none if it does not answer."""
+    try:
+        done = subprocess.run(
+            [python, "-c", _LIST_PACKAGES], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(done.stdout.split())
 
 
 def _needed(args: Args) -> Iterator[tuple[str, str, str | None]]:

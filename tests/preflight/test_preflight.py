@@ -173,31 +173,41 @@ def test_weights_that_are_not_there_or_not_whole(look, changed_model):
     assert "00001-of-00001.safetensors: there is no such file" in error
 
 
+def make_interpreter(folder, *packages):
+    """Make a Python that has these packages, each `name==version`, and no others."""
+    folder.mkdir()
+    for name, _, version in (package.partition("==") for package in packages):
+        (made := folder / f"{name.replace('-', '_')}-{version}.dist-info").mkdir()
+        (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} -S "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
 @pytest.mark.parametrize(
     ("theirs", "changes", "refused"),
     [
-        ("2.29.1", {}, True),
-        ("2.28.9", {}, False),
-        (None, {}, False),  # a torch with an NCCL of its own: nothing is known
-        ("2.29.1", {"update_weight_transport": "distributed"}, True),
-        ("2.29.1", {"update_weight_transport": "disk", "update_weight_disk_dir": "weights"}, False),
-        ("2.29.1", {"colocate": True}, False),
+        ("nvidia-nccl-cu13==2.29.1", {}, True),
+        ("nvidia-nccl-cu12==2.28.9", {}, False),
+        ("torch==2.14.1", {}, False),  # a torch with an NCCL of its own: nothing is known
+        ("nvidia-nccl-cu13==2.29.1", {"update_weight_transport": "distributed"}, True),
+        (
+            "nvidia-nccl-cu13==2.29.1",
+            {"update_weight_transport": "disk", "update_weight_disk_dir": "weights"},
+            False,
+        ),
+        ("nvidia-nccl-cu13==2.29.1", {"colocate": True}, False),
     ],
 )
 def test_two_versions_of_nccl_are_refused_where_both_would_be_in_one_group(
     theirs, changes, refused, tmp_path, monkeypatch
 ):
-    for name, version in (("ours", "2.28.9"), ("theirs", theirs)):
-        folder = tmp_path / name / f"nvidia_nccl_cu13-{version}.dist-info"
-        folder.mkdir(parents=True)
-        text = f"Name: nvidia-nccl-cu13\nVersion: {version}\n" if version else "Name: other\nVersion: 1\n"
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\n{text}")
-        script = tmp_path / f"{name}-python"
-        script.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / name} exec {sys.executable} -S "$@"\n')
-        script.chmod(0o755)
     monkeypatch.setattr(packages, "device_count", lambda: 2)
-    monkeypatch.setattr(packages.sys, "executable", str(tmp_path / "ours-python"))
-    args = parse(rollout_engine="sglang", sglang_python=str(tmp_path / "theirs-python"), **changes)
+    other = make_interpreter(tmp_path / "theirs", theirs, "sglang==9.9.9")
+    args = parse(rollout_engine="sglang", sglang_python=other, **changes)
+    ours = make_interpreter(tmp_path / "ours", "nvidia-nccl-cu13==2.28.9")
+    monkeypatch.setattr(packages.sys, "executable", ours)
     found = [str(finding) for finding in packages.check_nccl(args)]
     assert len(found) == refused
     if refused:
@@ -205,6 +215,24 @@ def test_two_versions_of_nccl_are_refused_where_both_would_be_in_one_group(
         assert (
             found[0].startswith("--update-weight-transport: ") and "disk --update-weight-disk-dir" in found[0]
         )
+
+
+def test_engines_that_prefill_need_gpus_and_a_package_that_sends_their_cache(tmp_path, monkeypatch):
+    def found(python: str, gpus: int) -> list[str]:
+        monkeypatch.setattr(packages, "device_count", lambda: gpus)
+        args = parse(rollout_engine="sglang", sglang_python=python, rollout_num_gpus=2, prefill_num_servers=1)
+        return [str(finding) for finding in packages.check_transfer(args)]
+
+    # Neither SGLang nor its router is asked for its flags.
+    for name in ("need_router_python", "read_router_flags", "_check_overrides"):
+        monkeypatch.setattr(f"slime.arguments.groups.topology.{name}", lambda *given: [])
+    without = make_interpreter(tmp_path / "without", "sglang==9.9.9")
+    has_it = make_interpreter(tmp_path / "has_it", "mooncake-transfer-engine-cuda13==0.3", "sglang==9.9.9")
+    assert found(has_it, 2) == []
+    assert found(has_it, 0)[0].startswith(
+        "--prefill-num-servers: engines that only prefill or decode need GPUs"
+    )
+    assert found(without, 2)[0].endswith(f"lacks: `{without} -m pip install mooncake-transfer-engine`")
 
 
 def test_missing_packages(look, monkeypatch):
