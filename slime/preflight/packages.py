@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from slime.arguments import Args
+from slime.arguments.core.devices import visible_gpus
 from slime.catalog.backends import BACKENDS
 from slime.catalog.datasets import format_of
 from slime.catalog.engines import ENGINES
@@ -15,10 +16,7 @@ from slime.catalog.rewards import find_reward
 from slime.catalog.sandboxes import SANDBOXES
 from slime.catalog.trackers import TRACKERS, chosen_trackers
 from slime.preflight.findings import Finding
-from slime.utils.machine.accelerator import device_count
 from slime.utils.misc import is_installed, load_function
-from slime.weight_sync.base import Site
-from slime.weight_sync.transports import choose_transport
 
 _ASK_TIMEOUT_S = 60
 _LIST_PACKAGES = (
@@ -52,10 +50,14 @@ def check_packages(args: Args) -> Iterator[Finding]:
 def check_nccl(args: Args) -> Iterator[Finding]:
     """Report that a group of trainer and engines would have two versions of NCCL, which NCCL refuses."""
     kind, alone = ENGINES[args.rollout_engine], args.debug_train_only or args.debug_rollout_only
-    if not kind.own_python or alone or args.rollout_external_engine_addrs or not device_count():
+    if not kind.own_python or alone or args.rollout_external_engine_addrs or not visible_gpus():
         return
     if args.lora_sync == "adapter":
         return
+    # Imported here: they load torch.
+    from slime.weight_sync.base import Site
+    from slime.weight_sync.transports import choose_transport
+
     site = Site(cuda=True, colocated=args.colocate)
     wanted, mode = args.update_weight_transport, args.update_weight_mode
     if choose_transport(wanted, kind.dialect.transports, site, mode) != "distributed":
@@ -80,7 +82,7 @@ def check_transfer(args: Args) -> Iterator[Finding]:
     if not split or args.debug_train_only or args.rollout_external_engine_addrs:
         return
     flag = "--prefill-num-servers" if args.prefill_num_servers else "--sglang-config"
-    if not device_count():
+    if not visible_gpus():
         text = (
             "engines that only prefill or decode need GPUs: none of SGLang's ways to send the KV cache works "
             "between servers on a CPU; use regular engines"

@@ -14,6 +14,37 @@ LAUNCHERS = sorted((ROOT / "launchers").iterdir())
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
+# Fields of the RayJob and RayCluster schemas of KubeRay (ray.io/v1) and of pods that the file has, with their
+# types; a cluster refuses what its schemas do not have.
+POD = {"spec": {"containers": list, "volumes": list}}
+GROUP = {"rayStartParams": dict, "template": POD}
+WORKERS = GROUP | {"groupName": str, "replicas": int, "minReplicas": int, "maxReplicas": int}
+CONTAINER = {"name": str, "image": str, "resources": {"limits": dict, "requests": dict}, "volumeMounts": list}
+RAY_JOB = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str},
+    "spec": {
+        "entrypoint": str,
+        "shutdownAfterJobFinishes": bool,
+        "backoffLimit": int,
+        "rayClusterSpec": {"rayVersion": str, "headGroupSpec": GROUP, "workerGroupSpecs": [WORKERS]},
+    },
+}
+
+
+def assert_fields(value, schema, where="kuberay.yaml"):
+    if isinstance(schema, type):
+        assert type(value) is schema, f"{where}: {value!r} is no {schema.__name__}"
+    elif isinstance(schema, list):
+        for i, one in enumerate(value):
+            assert_fields(one, schema[0], f"{where}[{i}]")
+    else:
+        assert value.keys() == schema.keys(), f"{where}: {set(value) ^ set(schema)}"
+        for name, one in schema.items():
+            assert_fields(value[name], one, f"{where}.{name}")
+
+
 def assert_ours(text: str) -> None:
     """Flags after `slime train`, and files of the repository."""
     known = set(known_options(build_parser(None)[0]))
@@ -42,6 +73,8 @@ def test_a_launcher_parses_and_names_what_there_is(path):
 
 def test_kuberay_is_a_ray_job_whose_pods_share_a_volume():
     job = yaml.safe_load((ROOT / "launchers/kuberay.yaml").read_text())
+    assert_fields(job, RAY_JOB)
+    assert job["apiVersion"] == "ray.io/v1"
     assert job["kind"] == "RayJob" and "runtimeEnvYAML" not in job["spec"], "the code is the image's"
     start = "sh -c 'cd /volume && exec slime train --config /slime/recipes/"
     assert job["spec"]["entrypoint"].startswith(start)
@@ -50,6 +83,9 @@ def test_kuberay_is_a_ray_job_whose_pods_share_a_volume():
     pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     for pod in pods:
         spec = pod["template"]["spec"]
+        assert_fields(spec["containers"], [CONTAINER])
+        assert pod.get("minReplicas", 1) <= pod.get("replicas", 1) <= pod.get("maxReplicas", 1)
+        assert all(type(value) is str for value in pod["rayStartParams"].values())
         mounted = {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
         assert mounted == {volume["name"] for volume in spec["volumes"]} == {"work", "shm"}
         assert "/volume" in {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}

@@ -203,7 +203,7 @@ def make_interpreter(folder, *packages):
 def test_two_versions_of_nccl_are_refused_where_both_would_be_in_one_group(
     theirs, changes, refused, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(packages, "device_count", lambda: 2)
+    monkeypatch.setattr(packages, "visible_gpus", lambda: 2)
     other = make_interpreter(tmp_path / "theirs", theirs, "sglang==9.9.9")
     args = parse(rollout_engine="sglang", sglang_python=other, **changes)
     ours = make_interpreter(tmp_path / "ours", "nvidia-nccl-cu13==2.28.9")
@@ -219,7 +219,7 @@ def test_two_versions_of_nccl_are_refused_where_both_would_be_in_one_group(
 
 def test_engines_that_prefill_need_gpus_and_a_package_that_sends_their_cache(tmp_path, monkeypatch):
     def found(python: str, gpus: int) -> list[str]:
-        monkeypatch.setattr(packages, "device_count", lambda: gpus)
+        monkeypatch.setattr(packages, "visible_gpus", lambda: gpus)
         args = parse(rollout_engine="sglang", sglang_python=python, rollout_num_gpus=2, prefill_num_servers=1)
         return [str(finding) for finding in packages.check_transfer(args)]
 
