@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ _LOG_TAIL_LINES, _LOG_LINE_CHARACTERS = 20, 600
 MEETING_POINT = "{meeting_point}"
 # Ports that are kept from the meeting point on: SGLang derives some of its own from it, up to the point + 13.
 _MEETING_PORTS = 14
+_LOWEST_MEETING_PORT = 20_000  # below are the ports of many services, and of Ray's workers
+_MEETING_TRIES = 200
 # After a kill, children of the process may hold its port for a while, longer on a slow machine.
 _PORT_PATIENCE_S = 30.0
 
@@ -123,7 +127,7 @@ class EngineServer:
         """Reserve other ports than last time, which an earlier process may still hold; return the first."""
         self._free_meeting_ports()
         try:
-            self._meeting_ports = ports.hold_ports_in_a_row(self.plan.host, _MEETING_PORTS)
+            self._meeting_ports = hold_ports_in_a_row(self.plan.host, _MEETING_PORTS)
         except OSError as error:
             raise RunStopped(f"{self.plan.name} cannot start: {error}; end programs that use them") from error
         return int(self._meeting_ports[0].getsockname()[1])
@@ -218,3 +222,26 @@ class EngineServer:
         self._free_meeting_ports()
         if self._held_port is not None:
             self._held_port.close()
+
+
+def hold_ports_in_a_row(host: str, count: int) -> list[socket.socket]:
+    """Keep `count` ports that follow each other, each as `ports.hold_port` does; OSError: there are none.
+
+    They lie below the ports that systems give to connections, so that they are probably free on other hosts,
+    too.
+    """
+    end = 32_768
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    end = end if end > _LOWEST_MEETING_PORT + count else 65_536
+    for _ in range(_MEETING_TRIES):
+        first, held = random.randrange(_LOWEST_MEETING_PORT, end - count), list[socket.socket]()
+        for port in range(first, first + count):
+            if (one := ports.hold_port(host, port)) is None:
+                break
+            held.append(one)
+        else:
+            return held
+        for one in held:
+            one.close()
+    raise OSError(f"{host} has no {count} free ports in a row between {_LOWEST_MEETING_PORT} and {end}")

@@ -27,8 +27,7 @@ PLUGINS, FILES, TOKENIZER, ROWS = "plug-in functions", "model files", "tokenizer
 CHECKS = {
     PLUGINS: CheckRow("settings", "plug-ins", "all_checks.check_plugin_functions"),
     "packages": CheckRow("packages", "packages", "packages.check_packages"),
-    "nccl": CheckRow("packages", "--update-weight-transport", "packages.check_nccl"),
-    "transfer": CheckRow("packages", "--sglang-config", "packages.check_transfer"),
+    "engine packages": CheckRow("packages", "--sglang-python", "packages.check_engine_packages"),
     FILES: CheckRow("model", "--hf-checkpoint", "models.check_model_files"),
     "weights": CheckRow("model", "--hf-checkpoint", "models.check_weights", (FILES,)),
     TOKENIZER: CheckRow("model", "--hf-checkpoint", "models.check_tokenizer", (FILES,)),

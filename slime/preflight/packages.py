@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -18,12 +16,6 @@ from slime.catalog.trackers import TRACKERS, chosen_trackers
 from slime.preflight.findings import Finding
 from slime.utils.misc import is_installed, load_function
 
-_ASK_TIMEOUT_S = 60
-_LIST_PACKAGES = (
-    "import importlib.metadata as m; print(*{f'{d.name}=={d.version}' for d in m.distributions()})"
-)
-# What moves the KV cache from engines that prefill to those that decode: SGLang's name -> its package.
-_TRANSFERS = {"mooncake": "mooncake-transfer-engine", "nixl": "nixl"}
 NEEDS_DOCSTRINGS = (
     "transformers makes its models of docstrings, and this Python runs without them (PYTHONOPTIMIZE=2, or "
     "-OO): unset it, or set it to 1"
@@ -47,75 +39,22 @@ def check_packages(args: Args) -> Iterator[Finding]:
             yield Finding("error", "--sandbox", f"{error}")
 
 
-def check_nccl(args: Args) -> Iterator[Finding]:
-    """Report that a group of trainer and engines would have two versions of NCCL, which NCCL refuses."""
-    kind, alone = ENGINES[args.rollout_engine], args.debug_train_only or args.debug_rollout_only
-    if not kind.own_python or alone or args.rollout_external_engine_addrs or not visible_gpus():
+def check_engine_packages(args: Args) -> Iterator[Finding]:
+    """Report what the own environment of the engines lacks, or has in another version than ours."""
+    kind = ENGINES[args.rollout_engine]
+    if not kind.own_python or args.debug_train_only or args.rollout_external_engine_addrs:
         return
-    if args.lora_sync == "adapter":
-        return
-    # Imported here: they load torch.
-    from slime.weight_sync.base import Site
-    from slime.weight_sync.transports import choose_transport
+    transport = None
+    if not args.debug_rollout_only and args.lora_sync != "adapter":
+        # Imported here: they load torch.
+        from slime.weight_sync.base import Site
+        from slime.weight_sync.transports import choose_transport
 
-    site = Site(cuda=True, colocated=args.colocate)
-    wanted, mode = args.update_weight_transport, args.update_weight_mode
-    if choose_transport(wanted, kind.dialect.transports, site, mode) != "distributed":
-        return
-    assert args.sglang_python is not None, "rules of the arguments find SGLang's interpreter"
-    ours, theirs = nccl_of(sys.executable), nccl_of(args.sglang_python)
-    if ours and theirs and ours.partition("==")[2] != theirs.partition("==")[2]:
-        text = (
-            f"trainer ({ours}) and {kind.label} ({theirs}) cannot form a process group, because NCCL refuses "
-            "other versions of itself: install one in both environments "
-            f"(`{args.sglang_python} -m pip install {ours}`, if torch there works with it), or use "
-            "--update-weight-transport disk --update-weight-disk-dir DIR"
-        )
-        yield Finding("error", "--update-weight-transport", text)
-
-
-def check_transfer(args: Args) -> Iterator[Finding]:
-    """Report what keeps engines that prefill from sending the KV cache to those that decode."""
-    split = [
-        group for model in args.engine_topology.models if model.is_disaggregated for group in model.groups
-    ]
-    if not split or args.debug_train_only or args.rollout_external_engine_addrs:
-        return
-    flag = "--prefill-num-servers" if args.prefill_num_servers else "--sglang-config"
-    if not visible_gpus():
-        text = (
-            "engines that only prefill or decode need GPUs: none of SGLang's ways to send the KV cache works "
-            "between servers on a CPU; use regular engines"
-        )
+        site = Site(cuda=visible_gpus() > 0, colocated=args.colocate)
+        wanted, mode = args.update_weight_transport, args.update_weight_mode
+        transport = choose_transport(wanted, kind.dialect.transports, site, mode)
+    for flag, text in load_function(f"{kind.folder}.environment.find_problems")(args, transport):
         yield Finding("error", flag, text)
-        return
-    assert args.sglang_python is not None, "rules of the arguments find SGLang's interpreter"
-    own = vars(args).get("sglang_disaggregation_transfer_backend") or "mooncake"
-    chosen = {group.overrides.get("disaggregation_transfer_backend", own) for group in split}
-    installed = packages_of(args.sglang_python)
-    for name in sorted(chosen & _TRANSFERS.keys()):
-        package = _TRANSFERS[name]
-        if installed and not any(found.startswith(package) for found in installed):
-            text = f"sends the KV cache by {name}, which SGLang's environment lacks: "
-            yield Finding("error", flag, f"{text}`{args.sglang_python} -m pip install {package}`")
-
-
-def nccl_of(python: str) -> str | None:
-    """Return the NCCL package of an environment, with its version; None: torch there may have another."""
-    found = [package for package in packages_of(python) if package.startswith("nvidia-nccl-")]
-    return found[0] if len(found) == 1 else None
-
-
-@functools.cache
-def packages_of(python: str) -> tuple[str, ...]:
-    """Return the packages of an interpreter's environment as `name==version`; none if it does not answer."""
-    try:
-        done = subprocess.run(
-            [python, "-c", _LIST_PACKAGES], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(done.stdout.split())
 
 
 def _needed(args: Args) -> Iterator[tuple[str, str, str | None]]:

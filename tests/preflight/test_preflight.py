@@ -12,6 +12,7 @@ from external_router import OtherRouter
 from patience import PATIENCE_S
 from tiny_model import make_tiny_model, make_tiny_tokenizer
 
+from slime.engines.sglang import environment
 from slime.preflight import packages
 from slime.preflight.all_checks import CHECKS, preflight
 from slime.preflight.findings import Finding, Report
@@ -203,12 +204,13 @@ def make_interpreter(folder, *packages):
 def test_two_versions_of_nccl_are_refused_where_both_would_be_in_one_group(
     theirs, changes, refused, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(packages, "visible_gpus", lambda: 2)
+    for module in (environment, packages):
+        monkeypatch.setattr(module, "visible_gpus", lambda: 2)
     other = make_interpreter(tmp_path / "theirs", theirs, "sglang==9.9.9")
     args = parse(rollout_engine="sglang", sglang_python=other, **changes)
     ours = make_interpreter(tmp_path / "ours", "nvidia-nccl-cu13==2.28.9")
-    monkeypatch.setattr(packages.sys, "executable", ours)
-    found = [str(finding) for finding in packages.check_nccl(args)]
+    monkeypatch.setattr(environment.sys, "executable", ours)
+    found = [str(finding) for finding in packages.check_engine_packages(args)]
     assert len(found) == refused
     if refused:
         assert "nvidia-nccl-cu13==2.28.9) and SGLang (nvidia-nccl-cu13==2.29.1)" in found[0]
@@ -219,9 +221,9 @@ def test_two_versions_of_nccl_are_refused_where_both_would_be_in_one_group(
 
 def test_engines_that_prefill_need_gpus_and_a_package_that_sends_their_cache(tmp_path, monkeypatch):
     def found(python: str, gpus: int) -> list[str]:
-        monkeypatch.setattr(packages, "visible_gpus", lambda: gpus)
+        monkeypatch.setattr(environment, "visible_gpus", lambda: gpus)
         args = parse(rollout_engine="sglang", sglang_python=python, rollout_num_gpus=2, prefill_num_servers=1)
-        return [str(finding) for finding in packages.check_transfer(args)]
+        return [str(finding) for finding in packages.check_engine_packages(args)]
 
     # Neither SGLang nor its router is asked for its flags.
     for name in ("need_router_python", "read_router_flags", "_check_overrides"):

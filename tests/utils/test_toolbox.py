@@ -12,10 +12,11 @@ from aiohttp import web
 from fake_engine import refused_url
 from patience import LONG_S
 
+from slime.engines.engine_process import hold_ports_in_a_row
 from slime.liveness import waits
 from slime.utils import async_utils, http_utils, misc
 from slime.utils.machine import ports, shm
-from slime.utils.machine.ports import hold_port, hold_ports_in_a_row, is_port_available
+from slime.utils.machine.ports import hold_port, is_port_available
 
 
 def test_functions_load_from_modules_and_from_files(tmp_path):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
-import random
 import socket
-from pathlib import Path
 
 import psutil
 
-_LOWEST_IN_A_ROW = 20_000  # below are the ports of many services, and of Ray's workers
-_TRIES = 200
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # Libraries that choose a network interface by themselves, and how each is given the name of one; NCCL takes
 # a name without "=" as the beginning of names.
@@ -59,29 +54,6 @@ def hold_port(host: str, port: int = 0) -> socket.socket | None:
         held.close()
         return None
     return held
-
-
-def hold_ports_in_a_row(host: str, count: int) -> list[socket.socket]:
-    """Keep `count` ports that follow each other, each as `hold_port` does; OSError: there are none.
-
-    They lie below the ports that systems give to connections, so that they are probably free on other hosts,
-    too.
-    """
-    end = 32_768
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    end = end if end > _LOWEST_IN_A_ROW + count else 65_536
-    for _ in range(_TRIES):
-        first, held = random.randrange(_LOWEST_IN_A_ROW, end - count), list[socket.socket]()
-        for port in range(first, first + count):
-            if (one := hold_port(host, port)) is None:
-                break
-            held.append(one)
-        else:
-            return held
-        for one in held:
-            one.close()
-    raise OSError(f"{host} has no {count} free ports in a row between {_LOWEST_IN_A_ROW} and {end}")
 
 
 def _bindable(host: str) -> socket.socket:
