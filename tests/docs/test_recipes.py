@@ -13,10 +13,14 @@ from docs_world import ROOT, make_world, provide_model, provide_settings, read_s
 from plugin_checks import check_plugins
 
 from slime.preflight.prompts import check_rows
+from slime.runtime.placement import num_machines_needed, plan_placement
+from slime.utils.machine.described import described_machine
 
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 DESCRIBED = re.compile(r"^# Data, one JSON object a line: (\{.*\})", re.MULTILINE)
 MESSAGES = '[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]'
+# The hosts of each hardware, and the GPUs of each.
+MACHINES = {"laptop": (1, 0), "gpu24": (1, 1), "gpu80": (1, 1), "gpu8": (1, 8), "nodes2": (2, 8)}
 NAMES = [str(path.relative_to(ROOT)) for path in RECIPES]
 
 
@@ -48,7 +52,10 @@ def test_a_recipe_is_read_as_a_run_would_read_it(name, tmp_path, monkeypatch):
     for key in ("hf-checkpoint", "opd-teacher-load"):
         if str(values.get(key)).startswith(("runs/", "models/")):
             provide_model(world / values[key])
-    args = read_settings(["--config", name])
+    hosts, gpus = MACHINES[Path(name).parts[1]]
+    with described_machine(gpus, None):
+        args = read_settings(["--config", name])
+    assert num_machines_needed(args, gpus) <= hosts and plan_placement(args, gpus, hosts)
     check_plugins(args)
     assert not [str(finding) for finding in check_rows(args) if finding.kind == "error"]
     # Of a machine without GPUs only what is about the machine may be told.

@@ -9,7 +9,7 @@ from slime.arguments import parse_args
 from slime.arguments.groups import cluster
 from slime.arguments.passthrough import sglang_flags
 from slime.cluster.serving.served_model import by_engine, plan_engines, ranks_on_engines
-from slime.runtime.placement import Machine, plan_placement
+from slime.runtime.placement import Machine, num_machines_needed, plan_placement
 from slime.utils.machine.run_identity import Run
 
 GPUS = 8  # of each machine
@@ -64,6 +64,43 @@ def check_places(args, hosts, folder):
     assert [plan.host for plan in plans] == [slot.host for slot in placement.engines]
     if args.colocate:
         assert sorted(itertools.chain(*ranks_on_engines(args, placement))) == [*range(len(placement.trainer))]
+
+
+# Flags of sizes -> machines of eight GPUs, and which of all GPUs, counted over machines, train and generate.
+LAYOUTS = {
+    "--debug-train-only": (1, range(8), ()),
+    "--debug-rollout-only --rollout-num-gpus 16": (2, (), range(16)),
+    "--colocate": (1, range(8), range(8)),
+    "--colocate --actor-num-nodes 2 --rollout-num-gpus-per-engine 8": (2, range(16), range(16)),
+    "--colocate --rollout-num-gpus 4": (1, range(8), range(4)),
+    "--colocate --rollout-num-gpus 16": (2, range(8), range(16)),
+    "--colocate --advantage-estimator ppo": (1, range(8), range(8)),  # the critic has the actor's ranks
+    "--actor-num-gpus-per-node 4 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2": (
+        1,
+        range(4),
+        range(4, 8),
+    ),
+    "--actor-num-nodes 2 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 4": (
+        4,
+        range(16),
+        range(16, 32),
+    ),
+    "--actor-num-nodes 2 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 8 --sglang-dp-size 8 "
+    "--sglang-enable-dp-attention": (3, range(16), range(16, 24)),
+}
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_trainer_and_engines_get_the_gpus_that_a_slime_user_expects(read, sizes):
+    hosts, train, generate = LAYOUTS[sizes]
+    args = read(f"--actor-num-gpus-per-node 8 --num-gpus-per-node 8 {sizes}")
+    assert num_machines_needed(args, GPUS) == hosts
+    placement = plan_placement(args, GPUS, hosts)
+    places = [
+        [m * GPUS + gpu for slot in side for m, gpu in slot.gpus]
+        for side in (placement.trainer, placement.engines)
+    ]
+    assert places == [[*train], [*generate]]
 
 
 @pytest.mark.parametrize("recipe", LARGE)

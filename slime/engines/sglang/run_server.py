@@ -64,6 +64,8 @@ def fill_cpu_gaps() -> None:
     setattr(torch.cuda, "cudart", _NothingToLock)  # noqa: B010
     if _values(sys.argv, "--speculative-algorithm"):
         sys.exit("--sglang-speculative-algorithm needs a GPU: SGLang's kernels for it are in no CPU wheel")
+    if "--enable-dp-attention" in sys.argv or _values(sys.argv, "--attn-dp-size"):
+        sys.exit("--sglang-enable-dp-attention needs a GPU: SGLang's attention for CPUs has no such groups")
 
 
 class _NothingToLock:
