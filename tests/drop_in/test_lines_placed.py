@@ -68,7 +68,7 @@ def check_places(args, hosts, folder):
 
 # Flags of sizes -> machines of eight GPUs, and which of all GPUs, counted over machines, train and generate.
 LAYOUTS = {
-    "--debug-train-only": (1, range(8), ()),
+    "--debug-train-only --load-debug-rollout-data a.pt": (1, range(8), ()),
     "--debug-rollout-only --rollout-num-gpus 16": (2, (), range(16)),
     "--colocate": (1, range(8), range(8)),
     "--colocate --actor-num-nodes 2 --rollout-num-gpus-per-engine 8": (2, range(16), range(16)),
