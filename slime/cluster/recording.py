@@ -11,9 +11,10 @@ from typing import Any
 from slime.arguments import Args
 from slime.liveness import waits
 from slime.observability.tracer import Span, forget_spans, spans_of_samples, spans_of_waits, write_spans
-from slime.record import RECORD_FILE, RecordError, RecordWriter, group_entries
+from slime.record import RecordError, RecordWriter, group_entries
 from slime.record.actions import ASKED, REFUSED, ActionRow, read_actions, write_reply
 from slime.record.additions import Advantage, PieceBook, write_advantages, write_histograms
+from slime.record.place import copy_record, forget_local, prepare_record
 from slime.record.samples import Entry
 from slime.record.schema import open_for_reading
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -28,7 +29,7 @@ class Recording:
     def __init__(self, run: Run, args: Args):
         self._reward_key = args.reward_key
         self._eval_reward_key = args.eval_reward_key or args.reward_key
-        self._file = run.run_dir / RECORD_FILE
+        self._folder = run.run_dir
         self._replied: set[int] = set()  # rows of actions whose replies are written, or soon will be
         self._pieces: PieceBook | None = None  # None: tokens are recorded without their text
         if args.hf_checkpoint is not None:
@@ -36,6 +37,7 @@ class Recording:
             self._pieces = PieceBook(lambda ids: token_texts(load_tokenizer(tokenizer), ids))
         self.writer: RecordWriter | None = None
         if args.record_max_mib:
+            self._file = prepare_record(run.run_dir, run.run_id, args.record_dir)
             self.writer = RecordWriter(
                 self._file,
                 run.run_id,
@@ -136,12 +138,19 @@ class Recording:
         if self.writer is not None:
             self.writer.flush()
 
+    def copy(self) -> bool:
+        """Copy a record that is written elsewhere to the run's folder; return whether that was done."""
+        is_local = self.writer is not None and self._file.parent != self._folder
+        return is_local and copy_record(self._file, self._folder)
+
     def close(self) -> None:
         self.flush()  # a reply that is being written closes its request
         self._refuse_open("the run has ended")
         self.now(None, 0.0, -1)
         if self.writer is not None:
             self.writer.close()
+        if self.copy():
+            forget_local(self._file, self._folder)
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:

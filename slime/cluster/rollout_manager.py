@@ -20,7 +20,7 @@ from slime.liveness import phases
 from slime.liveness.loop_watch import watch_loop
 from slime.observability.logging_utils import configure_logger
 from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
-from slime.record import RECORD_FILE, LedgerReader
+from slime.record import LedgerReader, record_file
 from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnTrainOutput, eval_output, train_output
 from slime.rollout.collection.versions import push_plan
@@ -248,13 +248,14 @@ class RolloutManager:
     def write_ledger(self) -> None:
         """Return when every event until now is written: no checkpoint may know more than the ledger."""
         self._recording.flush()
+        self._recording.copy()
 
     def made_batch(self, rollout_id: int) -> RolloutBatch | None:
         """Return the batch of a rollout from the ledger; None: it is not there."""
         if self._ledger is None or self._recording.writer is None:
             return None
         self._recording.writer.flush()
-        with LedgerReader(self._run.run_dir / RECORD_FILE) as reader:
+        with LedgerReader(record_file(self._run.run_dir)) as reader:
             made = reader.rollout(rollout_id, self._ledger.settings)
         batch: RolloutBatch | None = None if made is None else made["batch"]
         return batch

@@ -22,7 +22,8 @@ from slime.arguments import Args
 from slime.arguments.core.draft import is_given
 from slime.arguments.groups.run import base_folder, without_rows
 from slime.plugins import PLUGIN_POINTS
-from slime.record.schema import RECORD_FILE, RecordError, refuse_foreign
+from slime.record import RecordError, record_file
+from slime.record.schema import refuse_foreign
 from slime.utils.errors import FolderInUse
 from slime.utils.files.run_file import (
     changed_settings,
@@ -102,7 +103,7 @@ def refuse_taken(args: Args) -> None:
         raise FolderInUse(f"{error}{_why_not_resumed(folder, args)}") from None
     if args.record_max_mib:
         try:
-            refuse_foreign(folder / RECORD_FILE, run_id or "")
+            refuse_foreign(record_file(folder), run_id or "")
         except RecordError as error:
             raise FolderInUse(str(error)) from None
 

@@ -13,11 +13,12 @@ from aiohttp import web
 
 from slime.dashboard.run_folder import RunFolder
 from slime.liveness.wait_table import read_table
+from slime.record import record_file
 
 LOOK_S = 1.0
 _SHARE = 0.004  # of one core
 _LONGEST_S = 15.0  # between two notifications, whatever they cost
-_FILES = ("metrics.jsonl", "record.db", "record.db-wal", "run.json", "labels.json", "logs/driver.log")
+_FILES = ("metrics.jsonl", "run.json", "labels.json", "logs/driver.log")
 
 
 class Watch:
@@ -77,9 +78,11 @@ class Watch:
             table = read_table(run.path)
             # A run that hangs changes none of its files.
             found: list[object] = [run.state, table and (len(table.overdue), len(table.silent))]
-            for name in _FILES:
+            record = record_file(run.path)
+            files = [run.path / name for name in _FILES]
+            for file in (*files, record, record.with_name(f"{record.name}-wal")):
                 try:
-                    status = (run.path / name).stat()
+                    status = file.stat()
                     found.append((status.st_size, status.st_mtime_ns))
                 except OSError:
                     found.append(None)

@@ -18,7 +18,7 @@ from slime.dashboard.logs import LogTrouble
 from slime.dashboard.sample_pages import Positions
 from slime.liveness import phases
 from slime.liveness.wait_table import read_table
-from slime.record import RECORD_FILE, RecordError
+from slime.record import RECORD_FILE, RecordError, record_file
 from slime.record.actions import read_actions
 from slime.record.labels import read_labels
 from slime.record.schema import open_for_reading
@@ -162,7 +162,7 @@ class RunFolder:
     @contextlib.contextmanager
     def record(self) -> Iterator[sqlite3.Connection]:
         """Open this thread's connection to the record; RecordError where it cannot be read."""
-        file = self.path / RECORD_FILE
+        file = record_file(self.path)
         connection, inode = getattr(self._held, "found", (None, None))
         try:
             now = file.stat().st_ino

@@ -6,6 +6,7 @@ from typing import Any
 
 from slime.dashboard.run_folder import LOST, RUNNING, RunFolder
 from slime.liveness.wait_table import read_table
+from slime.record.place import describe_copy
 
 _SILENT_S = 300.0
 _OVERDUE = 5.0  # times the usual length of a step
@@ -40,6 +41,8 @@ def trouble_of(run: RunFolder) -> list[dict[str, Any]]:
         found.append(
             _entry("warning", f"{missed} rollouts are not in the record", "it could not be written", "logs")
         )
+    if (copy := describe_copy(run.path)) is not None:
+        found.append(_entry("note", "Samples are shown from a copy of the record", copy, "samples"))
     for entry in run.log_trouble.read():
         severity = "error" if entry["kind"] == "error" else "advice"
         found.append(_entry(severity, entry["text"], entry["time"], "logs"))

@@ -1,6 +1,7 @@
 """The record of a run: one SQLite file with every prompt, response, reward and decision."""
 
 from slime.record.ledger_rows import LedgerReader
+from slime.record.place import record_file
 from slime.record.reader import Kind, Record, RecordedSample, Select, open_record
 from slime.record.samples import Entry, group_entries
 from slime.record.schema import RECORD_FILE, RecordError
@@ -21,4 +22,5 @@ __all__ = [
     "Select",
     "group_entries",
     "open_record",
+    "record_file",
 ]

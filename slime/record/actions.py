@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.catalog.actions import ACTIONS
-from slime.record.schema import RECORD_FILE, RecordError, open_for_asking
+from slime.record.place import record_file, written_elsewhere
+from slime.record.schema import RecordError, open_for_asking
 
 ASKED, DONE, REFUSED = "asked", "done", "refused"
 _COLUMNS = "id, time, name, value, who, state, answered, rollout_id, answer"
@@ -33,20 +34,22 @@ class ActionRow:
 
 def ask(run_dir: str | Path, name: str, value: float | None, who: str) -> int:
     """Write a request into the record of a run, and return its number. ValueError: it is not valid."""
-    run_dir = Path(run_dir)
+    file = record_file(Path(run_dir))
     if name not in ACTIONS:
         raise ValueError(f"{name!r} is not an action; choose from {', '.join(ACTIONS)}")
     wrong = ACTIONS[name].wrong_value(value)
     if wrong:
         raise ValueError(f"{name}: {wrong}")
-    with contextlib.closing(open_for_asking(run_dir / RECORD_FILE)) as connection, connection:
+    if (host := written_elsewhere(Path(run_dir))) is not None:
+        raise RecordError(f"the run's record is on a local disk of {host}: ask there; here is only a copy.")
+    with contextlib.closing(open_for_asking(file)) as connection, connection:
         try:
             row = connection.execute(
                 "INSERT INTO actions (time, name, value, who, state) VALUES (?, ?, ?, ?, ?)",
                 (time.time(), name, value, who, ASKED),
             ).lastrowid
         except sqlite3.Error as error:
-            raise RecordError(f"{run_dir / RECORD_FILE} cannot be written: {error}.") from error
+            raise RecordError(f"{file} cannot be written: {error}.") from error
     assert row is not None
     return row
 

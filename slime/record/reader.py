@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.record.additions import Advantage, read_advantage
+from slime.record.place import record_file
 from slime.record.samples import Tokens, checksum, read_tokens
-from slime.record.schema import RECORD_FILE, Reader
+from slime.record.schema import Reader
 from slime.record.texts import prompt_hash
 
 _COLUMNS = (
@@ -173,7 +174,7 @@ class Record(Reader):
 
 def open_record(run_dir: str | Path) -> Record:
     """Open the record in the folder of a run. RecordError: there is none; the message says why."""
-    return Record(Path(run_dir) / RECORD_FILE)
+    return Record(record_file(Path(run_dir)))
 
 
 def conditions(

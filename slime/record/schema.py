@@ -17,6 +17,7 @@ from slime.utils.files.run_file import read_run
 logger = logging.getLogger(__name__)
 
 RECORD_FILE = "record.db"
+PLACE_FILE = "record.json"  # beside a copy of the record: slime.record.place
 _OLDER = ("1", "2", "3", "4", "5")  # slime.record.convert_old
 _BUSY_S = 30.0  # how long a statement waits for another process's lock
 # Errors of reading a damaged file. The last one: names of tables are not valid text.
@@ -109,7 +110,7 @@ def refuse_foreign(path: Path, run_id: str) -> None:
     _refuse_no_file(path)
     if not path.exists() or not path.stat().st_size:
         return
-    connection = _connect(f"{path.resolve().as_uri()}?mode=ro", path)
+    connection = _connect(f"{path.resolve().as_uri()}?mode=ro{_unlocked(path)}", path)
     try:
         if not _has_tables(connection):  # they were lost with the write-ahead log: the file is created again
             return
@@ -144,18 +145,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
     A record that an older version of slime wrote is converted in memory, as it is now.
     """
-    _refuse_no_file(path)
-    if not path.exists():
-        raise EmptyRecord(f"{path} does not exist: {_why_absent(path)}.")
-    uri = path.resolve().as_uri()
-    connection = _connect(f"{uri}?mode=ro", path)
-    try:
-        connection.execute("SELECT 1 FROM sqlite_master")
-    except sqlite3.OperationalError:  # a read-only folder: SQLite cannot create its index file
-        connection.close()
-        connection = _connect(f"{uri}?mode=ro&immutable=1", path)
-    except READ_ERRORS:
-        pass  # reported below
+    connection = connect_for_reading(path)
     with _closed_on_error(connection, path, "read"):
         if _check_schema(connection, path) not in _OLDER:
             return connection
@@ -164,6 +154,27 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         connection.backup(copy)
         convert_old.convert(copy)
     return copy
+
+
+def connect_for_reading(path: Path) -> sqlite3.Connection:
+    """Open a record of any version for reading, without locks if it is a copy, which is never changed."""
+    _refuse_no_file(path)
+    if not path.exists():
+        raise EmptyRecord(f"{path} does not exist: {_why_absent(path)}.")
+    uri = path.resolve().as_uri()
+    connection = _connect(f"{uri}?mode=ro{_unlocked(path)}", path)
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master")
+    except sqlite3.OperationalError:  # a read-only folder: SQLite cannot create its index file
+        connection.close()
+        connection = _connect(f"{uri}?mode=ro&immutable=1", path)
+    except READ_ERRORS:
+        pass  # reported when it is used
+    return connection
+
+
+def _unlocked(path: Path) -> str:
+    return "&immutable=1" if path.with_name(PLACE_FILE).exists() else ""
 
 
 class Reader:

@@ -33,7 +33,7 @@ from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import RunLog
 from slime.cluster.trainer import Trainer
 from slime.cluster.weight_push import WeightPush
-from slime.record import RECORD_FILE
+from slime.record import record_file
 from slime.record.audit import Audit, audit
 from slime.record.writer import GATHER_S, RecordWriter
 from slime.rollout import fully_async_rollout, ledger
@@ -188,7 +188,7 @@ class Simulation:
                 self._run_with_restarts()
             self.measured.wall_s = self.clock.now
             if self.keeps and self.measured.error is None:
-                self.measured.audit = audit(self._folder / RECORD_FILE, finished=True)
+                self.measured.audit = audit(record_file(self._folder), finished=True)
         return self.measured
 
     def _run_with_restarts(self) -> None:

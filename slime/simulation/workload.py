@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.arguments import PluginArgs
 from slime.data.mix import mix64
-from slime.record import RECORD_FILE, Record, Select
+from slime.record import Select, open_record
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.prompt_groups import Group
 from slime.utils.reward_failure import RewardFailure, infra_error
@@ -76,7 +76,7 @@ class LengthModel:
 
 def lengths_of_run(folder: Path) -> list[float]:
     """Return the lengths of all responses in the record of a run."""
-    with Record(folder / RECORD_FILE) as record:
+    with open_record(folder) as record:
         samples = record.samples(Select(kind="train", limit=1_000_000))
     found = [float(sample.num_tokens) for sample in samples]
     if not found:

@@ -30,12 +30,13 @@ import warm_start  # noqa: E402
 from loop_helpers import flags, series  # noqa: E402
 from tiny_model import make_tiny_model  # noqa: E402
 
-from slime.record import RECORD_FILE  # noqa: E402
+from slime.record import record_file  # noqa: E402
 from slime.record.audit import Audit, audit  # noqa: E402
 from slime.utils.files.run_file import read_run  # noqa: E402
 from tests.crash.victim import POINTS, TARGETS  # noqa: E402
 
 POOL = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+LOCAL = "a local disk that the next start does not see"
 MODES = {
     "train.py": {"script": "train.py"},
     "train_async.py": {"script": "train_async.py"},
@@ -43,6 +44,12 @@ MODES = {
         "script": "train_async.py",
         "rollout_function_path": POOL,
         "max_weight_staleness": 2,
+    },
+    "fully asynchronous, each start on another host": {
+        "script": "train_async.py",
+        "rollout_function_path": POOL,
+        "max_weight_staleness": 2,
+        "record_dir": LOCAL,
     },
     "Megatron, two tensor-parallel ranks": {
         "script": "train_async.py",
@@ -64,7 +71,7 @@ MODES = {
         "timeouts": "engine-start=900",
     },
 }
-ALWAYS = list(MODES)[:3]
+ALWAYS = list(MODES)[:4]
 MORE_WEIGHTS = {"SGLang behind its router": {"router": 3}}
 # Engines that promise no bits: what is trained on is conserved, and need not be the same.
 CONSERVES_ONLY = ("SGLang behind its router",)
@@ -110,6 +117,7 @@ def make_world(folder: Path) -> Path:
 def settings(world: Path, run: str, mode: str, num_rollout: int) -> tuple[str, list[str]]:
     values = dict(MODES[mode])
     script = values.pop("script")
+    values |= {"record_dir": world / f"{run}-local"} if values.get("record_dir") == LOCAL else {}
     more = {
         "num_rollout": num_rollout,
         "rollout_batch_size": 2,
@@ -177,13 +185,14 @@ def chain(world: Path, run: str, mode: str, num_rollout: int, draw: random.Rando
         note.unlink(missing_ok=True)
         code = start(world, run, mode, num_rollout, plans)
         result.starts += 1
+        shutil.rmtree(world / f"{run}-local", ignore_errors=True)
         struck = [json.loads(line) for line in note.read_text().splitlines()] if note.exists() else []
         result.kills += [{**kill, "exit": code} for kill in struck]
         if code is None:
             result.wrong.append(f"start {result.starts} hung; struck was {struck}")
         elif code != 0 and all(kill["target"] in MILD for kill in struck) and has_begun(world, run):
             result.wrong.append(f"start {result.starts} ended with {code}; struck was {struck}")
-        elif (world / run / RECORD_FILE).exists():
+        elif record_file(world / run).exists():
             result.wrong += [
                 f"audit after start {result.starts}: {v}" for v in audited(world, run).violations
             ]
@@ -246,7 +255,7 @@ def audited(world: Path, run: str) -> Audit:
     """As `slime ledger audit` does."""
     started = read_run(world / run)
     is_finished = started is not None and started.last.exit == "finished"
-    return audit(world / run / RECORD_FILE, finished=is_finished)
+    return audit(record_file(world / run), finished=is_finished)
 
 
 def weights_of(folder: Path) -> dict[str, str]:

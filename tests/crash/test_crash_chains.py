@@ -20,6 +20,11 @@ STARTS = {
             {"point": "checkpoint completed", "nth": 1, "delay_s": 0, "target": "driver"},
         ],
     ],
+    "fully asynchronous, each start on another host": [
+        [{"point": "checkpoint before its rename", "nth": 1, "delay_s": 0, "target": "driver"}],
+        [{"point": "checkpoint after its rename", "nth": 1, "delay_s": 0, "target": "driver"}],
+        [{"point": "push", "nth": 2, "delay_s": 0, "target": "driver"}],
+    ],
 }
 
 

@@ -18,6 +18,11 @@ class TrackingFlags:
         "MiB of samples kept for `slime samples RUN`; the oldest are removed first. 0: none",
         ge=0,
     )
+    record_dir: str | None = flag(
+        None,
+        "local folder for the record, copied to RUN; default: RUN, or /tmp where RUN is on a network",
+        metavar="DIR",
+    )
     dashboard: bool = flag(False, "serve the dashboard while the run is active; later: `slime dashboard RUN`")
     use_tensorboard: bool = flag(False, "TensorBoard events, in RUN/tensorboard")
     tb_project_name: str | None = flag(None, "TensorBoard project", metavar="NAME", only_with=TENSORBOARD)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from slime.record.place import describe_copy
 from slime.utils.files.run_file import RunRecord, no_run, read_run
 
 MISTAKE = 2  # exit code
@@ -30,6 +31,12 @@ def run_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"slime {name}", description=description, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     return parser
+
+
+def report_copy(folder: Path) -> None:
+    """Print on stderr where the record of a run is and how old its copy is, if this host has only that."""
+    if (about := describe_copy(folder)) is not None:
+        print(about, file=sys.stderr)
 
 
 def need_run(folder: Path) -> RunRecord:

@@ -10,7 +10,7 @@ from pathlib import Path
 from slime.catalog.actions import ACTIONS
 from slime.cli.inspect import command, need_run, run_parser
 from slime.dashboard.run_folder import RUNNING, RunFolder
-from slime.record import RECORD_FILE, RecordError
+from slime.record import RecordError, record_file
 from slime.record.actions import ASKED, DONE, ActionRow, ask, read_actions
 from slime.record.schema import open_for_reading
 from slime.utils.machine.own_command import as_typed
@@ -72,7 +72,7 @@ def _wait_for_reply(folder: Path, number: int) -> int:
 
 
 def _rows(folder: Path) -> list[ActionRow]:
-    with contextlib.closing(open_for_reading(folder / RECORD_FILE)) as connection:
+    with contextlib.closing(open_for_reading(record_file(folder))) as connection:
         return read_actions(connection)
 
 

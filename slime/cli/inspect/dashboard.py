@@ -21,7 +21,7 @@ from slime.cli.inspect import command
 from slime.dashboard.access import Access
 from slime.dashboard.run_folder import open_runs
 from slime.dashboard.server import Page
-from slime.record import RECORD_FILE
+from slime.record import record_file
 from slime.utils.files.folder_lock import is_locked
 from slime.utils.files.restricted import FOR_OWNER, restricted
 
@@ -65,7 +65,7 @@ def _become_a_follower(folder: Path, ended: threading.Event) -> None:
     threading.Thread(target=wait_for_the_end, name="run-watch", daemon=True).start()
     while not ended.wait(0.2) and not is_locked(folder, "--run-dir"):
         pass
-    while not ended.wait(0.2) and not (folder / RECORD_FILE).is_file():
+    while not ended.wait(0.2) and not record_file(folder).is_file():
         pass
     if ended.is_set():
         sys.exit(0)

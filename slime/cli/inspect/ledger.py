@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.cli.inspect import command
-from slime.record import RECORD_FILE, RecordError, Select, open_record
+from slime.cli.inspect import command, report_copy
+from slime.record import RecordError, Select, open_record, record_file
 from slime.record.schema import EmptyRecord
 from slime.utils.files.run_file import RunRecord, is_used, no_run, read_run, runs_inside
 from slime.utils.files.step_folders import read_step, step_folders
@@ -45,11 +45,12 @@ def _audit(options: argparse.Namespace) -> int:
 def _audit_run(options: argparse.Namespace, folder: Path) -> int:
     from slime.record.audit import Audit, audit  # here: --help needs none of it
 
+    report_copy(folder)
     run = read_run(folder)
     ended, saved = run is not None and run.last.exit == "finished", _saved(run)
     try:
         run_id = run.id if run is not None else None
-        found = audit(folder / RECORD_FILE, finished=ended, run_id=run_id, saved=saved)
+        found = audit(record_file(folder), finished=ended, run_id=run_id, saved=saved)
     except EmptyRecord:
         if run is None or ended or saved or is_used(folder):
             raise
@@ -77,7 +78,7 @@ def _audit_run(options: argparse.Namespace, folder: Path) -> int:
 
 
 def _is_run(folder: Path) -> bool:
-    return read_run(folder) is not None or (folder / RECORD_FILE).exists()
+    return read_run(folder) is not None or record_file(folder).exists()
 
 
 def _saved(run: RunRecord | None) -> list[int]:
@@ -92,6 +93,7 @@ def _saved(run: RunRecord | None) -> list[int]:
 
 
 def _show(options: argparse.Namespace) -> int:
+    report_copy(options.run)
     with open_record(options.run) as record:
         select = Select(kind="train", rollout_id=options.step, limit=1_000_000_000)
         samples = record.samples(select)

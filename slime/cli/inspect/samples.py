@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
-from slime.cli.inspect import command, need_run, run_parser
+from slime.cli.inspect import command, need_run, report_copy, run_parser
 from slime.record import Record, RecordedSample, RecordError, Select, open_record
 from slime.utils.printable import cut_lines, printable
 
@@ -20,6 +20,7 @@ _DIFF_PROMPTS = 5
 @command
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
+    report_copy(options.run)
     try:
         with open_record(options.run) as record:
             samples = _differences(record, options) if options.diff else record.samples(_select(options))

@@ -19,6 +19,7 @@ from slime.liveness.wait_table import WaitTable, read_table
 from slime.observability.terminal.progress import Progress, duration, short, sparkline
 from slime.observability.terminal.terminal import Terminal
 from slime.observability.tracking import read_metrics
+from slime.record.place import describe_copy
 from slime.utils.files.folder_lock import holder_here, is_locked
 from slime.utils.files.run_file import METRICS_FILE, RunRecord
 from slime.utils.machine.children import last_lines
@@ -171,6 +172,8 @@ def _lines(
     if record.last.restarts:
         lines.append(f"  {record.last.restarts_text}")
     lines += _problem_lines(run)
+    if (copy := describe_copy(run)) is not None:
+        lines.append(f"  {copy}")
     if record.last.checkpoints:
         lines.append(f"  checkpoints in {record.last.checkpoints}")
     return lines, dict(values)

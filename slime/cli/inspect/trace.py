@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.cli.inspect import command, run_parser
+from slime.cli.inspect import command, report_copy, run_parser
 from slime.dashboard.run_folder import open_runs
 from slime.dashboard.timeline import all_spans, packed
 from slime.utils.files.run_file import no_run
@@ -18,6 +18,7 @@ def main(argv: Sequence[str]) -> int:
     run, *others = open_runs([options.run]).values()
     if others:
         raise ValueError(no_run(options.run))
+    report_copy(run.path)
     with run.record() as connection:
         spans = all_spans(connection, *(options.steps or (None, None)))
     if not spans:

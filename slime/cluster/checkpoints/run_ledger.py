@@ -16,7 +16,7 @@ from typing import Any
 from slime.arguments import Args
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.cluster.recording import Recording
-from slime.record import RECORD_FILE, LedgerReader, RecordError
+from slime.record import LedgerReader, RecordError, record_file
 from slime.rollout.ledger import Ledger
 from slime.utils.codec import with_rows
 from slime.utils.machine.run_identity import Run
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _OF_NO_SAMPLE = """
     run_dir load ckpt_step auto_resume save save_interval save_hf keep_last_n async_save num_rollout num_epoch
     eval_interval skip_eval_before_train log_level quiet
-    record_max_mib skip_preflight lr_decay_iters max_restarts
+    record_max_mib record_dir skip_preflight lr_decay_iters max_restarts
     peer_copies timeouts elastic
 """.split()  # noqa: SIM905 - a list of words reads better as words
 
@@ -56,7 +56,7 @@ def find_resume(args: Args, run: Run, committed: int, *, overlapped: bool) -> Re
     made: dict[int, dict[str, Any]] = {}
     if run.num_starts > 1 and args.ckpt_step is None and not args.finetune and args.record_max_mib:
         try:
-            with LedgerReader(run.run_dir / RECORD_FILE) as reader:
+            with LedgerReader(record_file(run.run_dir)) as reader:
                 found = reader.rollouts_after(committed, settings).items()
             # Up to the first whose data source keeps its own state: that state is of the checkpoint.
             made = dict(itertools.takewhile(lambda pair: pair[1]["cursor"] is not None, found))
@@ -78,7 +78,7 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
     known = {}
     if run.num_starts > 1 and args.ckpt_step is None and not args.finetune:
         try:
-            with LedgerReader(run.run_dir / RECORD_FILE) as reader:
+            with LedgerReader(record_file(run.run_dir)) as reader:
                 known = reader.finished_entries(resume.settings)
         except RecordError as error:
             logger.warning(
@@ -99,7 +99,7 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
 def was_evaluated(run: Run, rollout_id: int) -> bool:
     """Return whether the evaluation after a step is complete; also True if there is no ledger."""
     try:
-        with LedgerReader(run.run_dir / RECORD_FILE) as reader:
+        with LedgerReader(record_file(run.run_dir)) as reader:
             return reader.is_evaluated(rollout_id)
     except RecordError:
         return True

@@ -183,7 +183,7 @@ def _remove_empty(folder: Path) -> None:
 
 # Settings in which two starts of one run may differ.
 _OF_A_START = {"load", "run_dir", "auto_resume", "ckpt_step", "log_level", "quiet", "dry_run"}
-_OF_A_START |= {"max_restarts", "peer_copies", "timeouts", "elastic"}
+_OF_A_START |= {"max_restarts", "peer_copies", "timeouts", "elastic", "record_dir"}
 
 
 def is_unfinished(folder: Path, settings: dict[str, Any], save: str) -> bool:
