@@ -1,13 +1,12 @@
 """Loads HF weights into a sharded model without a full copy on each rank.
 
 A model is built without storage for its parameters, sharded, and given storage for its shards. Then every
-rank reads from the safetensors files only the rows and columns that it holds; FP8 weights are converted to
-fp32. If transformers fuses a family's tensors in memory, they are converted on the first rank and broadcast
-tensor by tensor.
+rank reads from the safetensors files only the rows and columns that it holds, also of the experts that
+transformers stacks in one tensor; FP8 weights are converted to fp32. If transformers computes a family's
+tensors from those of the files otherwise, the first rank converts them and broadcasts tensor by tensor.
 """
 
-import copy
-import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +27,10 @@ from slime.backends.shared.placed_adam import local
 from slime.backends.torch_dist.reading import TorchDistFolder, check_fit
 from slime.utils.files.safetensors_files import files_by_tensor, model_files
 from slime.utils.files.torch_dist_folder import is_torch_dist
-from slime.utils.models.hub_names import folder_of, is_converted, saved_tensors
+from slime.utils.models.hub_names import Part, folder_of, parts_of, saved_tensors
 from slime.utils.models.model_config import block_size_of
+
+logger = logging.getLogger(__name__)
 
 Reader = Callable[[tuple[slice, ...]], Tensor]  # a region of one tensor
 
@@ -107,27 +108,46 @@ def fill(lm: HFModel, path: str | Path, known: dict[str, Tensor] | None = None) 
             expected.pop("lm_head.weight", None)  # replaced by another head
         check_fit(folder, expected)
     else:
-        lm.hub_names = frozenset(files_by_tensor(folder_of(str(path))))
-        files = model_files(Path(path))
+        held = folder_of(str(path))
+        lm.hub_names = frozenset(files_by_tensor(held))
+        files = model_files(held)
         if files and all(file.is_file() for file in files):
-            folder = CheckpointFolder(path)
-    if folder is None or is_converted(lm) or any(hub_name(name) not in folder.names for name in wanted):
-        _broadcast(lm, wanted, folder if isinstance(folder, TorchDistFolder) else path)
+            folder = CheckpointFolder(held)
+    parts = None if folder is None else _parts(lm, wanted, folder)
+    if folder is None or parts is None:
+        _broadcast(lm, wanted, path)
         return
-    _check_shapes(wanted, folder, path)
+    _check_shapes(parts, folder, path)
     for name, tensor in wanted.items():
-        write_part(tensor, functools.partial(folder.read, hub_name(name)))
+        region, own = region_of(tensor), local(tensor)
+        for part in parts[hub_name(name)]:
+            if (found := part.within(region)) is not None:
+                held_here, wanted_there = found
+                held_here.of(own).copy_(folder.read(part.name, wanted_there))
+
+
+def _parts(
+    lm: HFModel, wanted: dict[str, Tensor], folder: TorchDistFolder | CheckpointFolder
+) -> dict[str, list[Part]] | None:
+    """Return the tensors of the folder in each wanted one; None: transformers has to convert them."""
+    try:
+        parts = parts_of(lm, {hub_name(name): tensor for name, tensor in wanted.items()}, lm.hub_names)
+    except ValueError as error:
+        logger.info("The first rank reads the whole model with transformers, because %s.", error)
+        return None
+    names = folder.names
+    return parts if all(part.name in names for own in parts.values() for part in own) else None
 
 
 def _check_shapes(
-    wanted: dict[str, Tensor], folder: TorchDistFolder | CheckpointFolder, path: str | Path
+    parts: dict[str, list[Part]], folder: TorchDistFolder | CheckpointFolder, path: str | Path
 ) -> None:
     """Raise ValueError if a file's tensor has another size: part of a larger one would look complete."""
-    for name, tensor in wanted.items():
-        held, built = tuple(folder.shape(hub_name(name))), tuple(tensor.shape)
-        if held != built:
+    for part in (part for own in parts.values() for part in own):
+        held = tuple(folder.shape(part.name))
+        if held != part.shape:
             raise ValueError(
-                f"{path}: {hub_name(name)} is {held} in its file, but {built} by config.json: the "
+                f"{path}: {part.name} is {held} in its file, but {part.shape} by config.json: the "
                 "configuration and the weights are of different models; copy both again."
             )
 
@@ -158,10 +178,9 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, end) for start, end in ranges)
 
 
-def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path | TorchDistFolder) -> None:
+def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path) -> None:
     """Load through transformers, which converts, on the first rank, and send tensor by tensor."""
     source = _converted(lm, path) if dist.get_rank() == 0 else {}
-    path = path.path if isinstance(path, TorchDistFolder) else path
     missing = [[name for name in wanted if hub_name(name) not in source]]
     dist.broadcast_object_list(missing, src=0)
     if missing[0]:
@@ -177,20 +196,14 @@ def _broadcast(lm: HFModel, wanted: dict[str, Tensor], path: str | Path | TorchD
         write_part(tensor, full.__getitem__)
 
 
-def _converted(lm: HFModel, path: str | Path | TorchDistFolder) -> dict[str, Tensor]:
+def _converted(lm: HFModel, path: str | Path) -> dict[str, Tensor]:
     """Return the whole model by its names in memory, without tensors that `path` lacks."""
     # Heavy import, only needed where a model is loaded.
     from transformers import FineGrainedFP8Config
 
-    automatic = vision.auto_class(lm.config)
     how: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
-    if isinstance(path, TorchDistFolder):
-        held = dict(path.tensors(tied=bool(lm.config.tie_word_embeddings)))
-        plain = automatic._model_mapping[type(lm.config)]  # the class of `lm` may be FSDP's
-        model, report = plain.from_pretrained(None, config=copy.deepcopy(lm.config), state_dict=held, **how)
-    else:
-        if block_size_of(path):
-            how["quantization_config"] = FineGrainedFP8Config(dequantize=True)
-        model, report = automatic.from_pretrained(path, **how)
+    if block_size_of(path):
+        how["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    model, report = vision.auto_class(lm.config).from_pretrained(path, **how)
     # transformers fills missing tensors with random numbers, and only logs it.
     return {name: value for name, value in model.state_dict().items() if name not in report["missing_keys"]}

@@ -174,9 +174,9 @@ class WeightStore:
         return self._hub_views(dict(saved_tensors(self._model, tied=True))) | self._parameters()
 
     def _hub_views(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        for name in own.keys() - self._parts.keys():
+        if new := {name: tensor for name, tensor in own.items() if name not in self._parts}:
             try:
-                self._parts[name] = parts_of(self._model, name, own[name], self._hub_names)
+                self._parts |= parts_of(self._model, new, self._hub_names)
             except ValueError as error:
                 raise BadWeights(
                     f"{type(self._model).__name__}: {error}; use --rollout-engine sglang"

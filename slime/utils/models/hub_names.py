@@ -4,8 +4,9 @@ transformers fuses some tensors (all experts of a layer in one), and builds only
 vision-language checkpoint; engines and readers of checkpoints know the names of the hub.
 """
 
+import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,34 +84,93 @@ def _reverted(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A hub tensor inside an in-memory one: all of it, or rows of one expert."""
+    """A hub tensor inside an in-memory one: a box of it, in which dimensions may have another order."""
 
     name: str  # of the hub
-    expert: int | None = None
-    start: int = 0
-    stop: int = 0
+    box: tuple[slice, ...]  # of the in-memory tensor
+    dims: tuple[int, ...]  # for each dimension of the hub tensor the one of the in-memory tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.box[dim].stop - self.box[dim].start for dim in self.dims)
 
     def of(self, tensor: "Tensor") -> "Tensor":
-        return tensor if self.expert is None else tensor[self.expert, self.start : self.stop]
+        """Return the hub tensor as a view of the in-memory one."""
+        kept = sorted(self.dims)
+        inside = tensor[tuple(part if i in kept else part.start for i, part in enumerate(self.box))]
+        return inside.permute([kept.index(dim) for dim in self.dims])
+
+    def within(self, region: tuple[slice, ...]) -> "tuple[Part, tuple[slice, ...]] | None":
+        """Return the part in coordinates of a region of the in-memory tensor, and the hub tensor's slices.
+
+        None: the region holds nothing of this hub tensor.
+        """
+        both = [
+            slice(max(own.start, held.start), min(own.stop, held.stop))
+            for own, held in zip(self.box, region, strict=True)
+        ]
+        if any(part.start >= part.stop for part in both):
+            return None
+        moved = tuple(_moved(part, held.start) for part, held in zip(both, region, strict=True))
+        return Part(self.name, moved, self.dims), tuple(_moved(both[d], self.box[d].start) for d in self.dims)
 
 
-def parts_of(lm: Any, name: str, tensor: "Tensor", known: Collection[str]) -> list[Part]:
-    """Return where hub tensors lie in an in-memory tensor; ValueError: they are not just parts of it."""
-    found = {n: t.shape for n, t in hub_tensors(lm, [(name, tensor.to("meta"))], known)}
-    if list(found.values()) == [tensor.shape]:
-        return [Part(next(iter(found)))]
-    parts, filled = [], dict[int, int]()
-    for hub_name, shape in found.items():
-        number = re.search(r"experts\.(\d+)\.", hub_name)
-        if number is None or tensor.dim() != 3 or shape[1:] != tensor.shape[2:]:
-            raise ValueError(f"{name} has another layout in memory than {hub_name}")
-        expert = int(number[1])
-        start = filled.get(expert, 0)
-        filled[expert] = start + shape[0]
-        parts.append(Part(hub_name, expert, start, filled[expert]))
-    if filled != dict.fromkeys(range(len(tensor)), tensor.shape[1]):
-        raise ValueError(f"{name} has another layout in memory than in its checkpoint")
+def _moved(part: slice, origin: int) -> slice:
+    return slice(part.start - origin, part.stop - origin)
+
+
+def parts_of(lm: Any, tensors: "Mapping[str, Tensor]", known: Collection[str]) -> dict[str, list[Part]]:
+    """Return for each in-memory tensor the hub tensors in it; ValueError: some are not just parts of it."""
+    from torch import Tensor, empty
+    from torch.overrides import TorchFunctionMode
+
+    class KeepViews(TorchFunctionMode):
+        """transformers copies the parts that it splits off; here they must remain views."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+    wholes = {name: empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    owners = {id(whole): name for name, whole in wholes.items()}
+    parts: dict[str, list[Part]] = {name: [] for name in wholes}
+    with KeepViews():
+        views = list(hub_tensors(lm, wholes.items(), known))
+    for hub_name, view in views:
+        owner = owners.get(id(view)) or owners.get(id(view._base))
+        if owner is None:
+            raise ValueError(f"{hub_name} is not a part of one tensor in memory")
+        parts[owner].append(_part_of(hub_name, view, wholes[owner]))
+    for name, whole in wholes.items():
+        if sum(math.prod(part.shape) for part in parts[name]) != whole.numel():
+            raise ValueError(f"{name} has another layout in memory than in its checkpoint")
+        parts[name].sort(key=lambda part: [own.start for own in part.box])
     return parts
+
+
+def _part_of(name: str, view: "Tensor", whole: "Tensor") -> Part:
+    """Find out from offset and strides where a view lies in a whole tensor."""
+    if view is whole:
+        return Part(name, tuple(slice(0, size) for size in whole.shape), tuple(range(whole.dim())))
+    rest, starts = view.storage_offset(), list[int]()
+    for stride in whole.stride():
+        starts.append(rest // stride)
+        rest %= stride
+    box = [slice(start, start + 1) for start in starts]
+    dims = list[int]()
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        fitting = (
+            d
+            for d in range(whole.dim())
+            if d not in dims and whole.stride(d) == stride and starts[d] + size <= whole.shape[d]
+        )
+        dim = next(fitting, None)
+        if dim is None:
+            raise ValueError(f"{name} has another layout in its checkpoint than in memory")
+        dims.append(dim)
+        box[dim] = slice(starts[dim], starts[dim] + size)
+    return Part(name, tuple(box), tuple(dims))
 
 
 def is_converted(lm: Any) -> bool:
