@@ -14,6 +14,7 @@ from slime.batch.convert import samples_to_batch
 from slime.cluster.canary.probe import probe_tokens, why_no_canary
 from slime.cluster.checkpoints.run_ledger import Resume, encodable, open_ledger
 from slime.cluster.recording import Recording
+from slime.cluster.rollout_workers import RolloutWorkers
 from slime.cluster.serving.engine_plane import EnginePlane
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.liveness import phases
@@ -31,6 +32,7 @@ from slime.rollout.generation.policy_requests import PolicyRequests, not_trained
 from slime.rollout.ledger import Ledger
 from slime.rollout.response_text import share_with_ending
 from slime.rollout.sample_hooks import set_current_rollout_id
+from slime.rollout.workers import current
 from slime.runtime.base import Runtime
 from slime.runtime.placement import Placement
 from slime.utils.async_utils import get_loop
@@ -79,6 +81,7 @@ class RolloutProcess:
         self._args, self._run, self._placement, self._runtime = args, run, placement, runtime
         self._plane: EnginePlane | None = None
         self._manager: RolloutManager | None = None
+        self._workers: RolloutWorkers | None = None  # None: groups are generated in this process
         self._recording = Recording(run, args)
 
     def launch(self) -> None:
@@ -98,6 +101,9 @@ class RolloutProcess:
             durable,
             overlapped=resume.overlapped,
         )
+        if self._args.rollout_workers > 1:
+            self._workers = RolloutWorkers(self._args, self._manager.info, self._runtime, durable)
+            current.use(self._workers)
         facts = self._manager.facts
         if facts.engine_urls and why_no_canary(self._args) is None:
             facts = replace(facts, probe=probe_tokens(load_tokenizer(self._args.hf_checkpoint)))
@@ -118,6 +124,9 @@ class RolloutProcess:
 
     def close(self) -> None:
         turn_gate.forget_all()
+        if self._workers is not None:
+            current.use(None)
+            self._workers.close()
         if self._plane is not None:
             self._plane.close()
         ledger.use(None)
@@ -164,7 +173,7 @@ class RolloutManager:
             none_left = f"none of {num_rollout} steps (--num-rollout) is left"
             part.total, part.note = num_rollout, steps if start_rollout_id < num_rollout else none_left
         with phases.starting("engines"):
-            info = engines.connect(replace(info, num_rollout=num_rollout))
+            self.info = info = engines.connect(replace(info, num_rollout=num_rollout))
         # One namespace for all plug-ins of this side, built once.
         self._plugin_args = plugin_args(args, info)
         self._rollout_fn = load_function(args.rollout_function_path)
@@ -293,6 +302,8 @@ class RolloutManager:
         if name == "rollout_temperature" and restart_pool is not None:
             restart_pool(self._data_source)
         self._plugin_args.change(name, value)
+        if (workers := current.current()) is not None:
+            workers.change(name, value)
 
     # -- evaluation
 

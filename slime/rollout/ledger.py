@@ -11,9 +11,10 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from slime.record.ledger_rows import (
+    AnyNote,
     Event,
     Finished,
     FinishedEntry,
@@ -24,7 +25,6 @@ from slime.record.ledger_rows import (
     keep_rollout,
 )
 from slime.record.texts import json_text
-from slime.record.writer import RecordWriter
 from slime.rollout.collection.versions import newest_version
 from slime.rollout.prompt_groups import (
     FINISHED,
@@ -45,6 +45,12 @@ _NOT_STORED = ("multimodal_inputs", "trace")
 _GREEDY = "greedy_baseline"  # in the metadata of an answer that is only compared with
 
 
+class Writer(Protocol):
+    """Takes events: the record's writer, or a rollout worker, which sends them to the driver."""
+
+    def note(self, *notes: AnyNote) -> None: ...
+
+
 class Ledger:
     """Reports the events of one run. `settings`: digest of what samples depend on; others' are not recalled.
 
@@ -54,7 +60,7 @@ class Ledger:
 
     def __init__(
         self,
-        writer: RecordWriter,
+        writer: Writer,
         settings: str,
         *,
         keeps: bool = True,
@@ -175,7 +181,22 @@ class Ledger:
         self._last_commits = [committed]
         self._note("resumed", committed, value=str(last_made), also=partial(forget_rollouts, ">", last_made))
 
-    def begin(self, rollout_id: int, version: str | None) -> None:
+    # -- rollout workers, whose events pass through here
+
+    @property
+    def version(self) -> int | None:
+        """Return the weights that the engines held when the rollout began."""
+        return self._version
+
+    def for_worker(self) -> dict[str, Any]:
+        """Return the arguments of a worker's ledger, which sends its events to this one."""
+        return {"settings": self.settings, "keeps": self._keeps, "any_version": self._any_version}
+
+    def forward(self, note: AnyNote) -> None:
+        """Report an event of a worker; it belongs to the current rollout of this process."""
+        self._writer.note(note._replace(rollout=self._rollout))
+
+    def begin(self, rollout_id: int, version: str | int | None) -> None:
         self._rollout = max(self._rollout, rollout_id)
         self._version = version_number(version)
 

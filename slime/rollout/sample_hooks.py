@@ -22,6 +22,10 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
     _rollout_id.set(rollout_id)
 
 
+def current_rollout_id() -> int | None:
+    return _rollout_id.get()
+
+
 async def apply_rollout_sample_hooks(
     args: PluginArgs, sample: Sample | list, *, evaluation: bool = False, rollout_id: int | None = None
 ) -> Sample | list:

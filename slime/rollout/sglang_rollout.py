@@ -53,6 +53,7 @@ from slime.rollout.rm_hub.hub import waits_for_group
 from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.rollout.rm_hub.scoring import score_samples
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
+from slime.rollout.workers import current
 from slime.utils import http_utils
 from slime.utils.async_utils import all_or_none, run
 from slime.utils.errors import EpisodeEnded, RunStopped
@@ -203,6 +204,8 @@ async def generate_and_rm_group(
     """Generate and score all samples of a group; with --group-rm their rewards are computed together."""
     if GenerateState(args).aborted:
         return group
+    if (workers := current.current()) is not None:
+        return await workers.run(group, sampling_params, evaluation)
     for sample in flatten_samples(group):
         sample.session_id = sample.session_id or os.urandom(16).hex()
     tasks = [
@@ -263,7 +266,9 @@ async def abort_scope(args: PluginArgs, scope: RequestScope) -> None:
     Ids without the prefix were chosen by a generate function, or belong to calls of an earlier scope.
     """
     scope.abort()
-    rids = sorted(scope.rids.copy())  # threads of adapters change it
+    if (workers := current.current()) is not None:
+        await workers.abort(scope.name)
+    rids = scope.own_rids
     if not rids:
         return
     try:  # restarted workers may have new addresses

@@ -34,12 +34,14 @@ class WorkerSpec:
     """Describes where and how one object runs. `slot` None: on the driver's machine, without a device.
 
     `near_driver`: it may live in the driver's own process, where a debugger works; it then sees every device.
+    `replaceable`: its owner starts another when it dies, so that its end is no failure of the run.
     """
 
     name: str
     slot: Slot | None = None
     env: dict[str, str] = field(default_factory=dict)
     near_driver: bool = False
+    replaceable: bool = False
 
 
 class Future(Protocol[R_co]):

@@ -79,7 +79,7 @@ class ProcessHandle(WorkerHandle[T]):
     """An object in a child process; the first call creates it."""
 
     def __init__(self, spec: WorkerSpec, log_path: Path):
-        super().__init__(spec.name)
+        super().__init__(spec)
         self.log_path = log_path
         self._sending = threading.Lock()
         self._heard = False  # set by every frame, reset by the watch
@@ -112,7 +112,7 @@ class ProcessHandle(WorkerHandle[T]):
                 return
             if frame.startswith(BEAT):
                 self.notes, found = pickle.loads(frame[len(BEAT) :])
-                log_reports(self.name, found, warnings=False)
+                log_reports(self.name, found, warnings=self.is_replaceable)
             else:
                 self._answer(*pickle.loads(frame))
             self._heard = True

@@ -122,8 +122,8 @@ class RayHandle(WorkerHandle[T]):
     """An actor on one node, which creates its object with `_Actor.make`."""
 
     def __init__(self, spec: WorkerSpec, node_id: str, log: Path, make: tuple[Any, ...]):
-        super().__init__(spec.name)
-        self._log, self._near_driver = log, spec.near_driver
+        super().__init__(spec)
+        self._log, self._shows_warnings = log, spec.near_driver or spec.replaceable
         self._host = next((_host_name(node) for node in ray.nodes() if node["NodeID"] == node_id), node_id)
         devices = spec.slot.env if spec.slot is not None else {}
         actor_class = ray.remote(concurrency_groups={WORK: 1, CONTROL: 1, _PULSE: 1, _LIFE: 1})(_Actor)
@@ -174,7 +174,7 @@ class RayHandle(WorkerHandle[T]):
     def _place(self, answer: concurrent.futures.Future[tuple[str, int, Notes, list[reports.Report]]]) -> None:
         if answer.exception() is None:  # else it died, which `end` reports
             self._node, self._pid, self.notes, logged = answer.result()
-            log_reports(self.name, logged, warnings=self._near_driver)
+            log_reports(self.name, logged, warnings=self._shows_warnings)
             self._heard = True
         self._is_asked = False
 

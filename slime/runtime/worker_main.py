@@ -17,7 +17,6 @@ import queue
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,6 +25,7 @@ from slime.liveness import stacks, usage, waits
 from slime.liveness.heartbeat import BEAT_S
 from slime.liveness.notes import take_notes, working
 from slime.runtime import reports
+from slime.utils.errors import portable
 from slime.utils.machine import garbage
 
 WORK, CONTROL = "work", "control"  # the lanes
@@ -93,7 +93,7 @@ class _Worker:
             try:
                 self._answer(call_id, True, self._call(*pickle.loads(frame)))
             except Exception as error:
-                self._answer(call_id, False, _portable(error))
+                self._answer(call_id, False, portable(error))
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if method != MAKE:
@@ -112,18 +112,6 @@ class _Worker:
         frame = pickle.dumps((call_id, ok, value))
         with self._write_lock:
             self._connection.send_bytes(frame)
-
-
-def _portable(error: Exception) -> Exception:
-    """Return the exception itself if it survives pickling, with the remote stack as a note."""
-    stack = "".join(traceback.format_exception(error))
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # user code may raise exceptions that cannot be pickled
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    error.__traceback__ = error.__cause__ = error.__context__ = None
-    error.add_note(f"in a worker process:\n{stack}")
-    return error
 
 
 def encode_call(lane: str, call_id: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

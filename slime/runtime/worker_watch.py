@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from slime.liveness.heartbeat import HeartbeatWatch
 from slime.liveness.notes import Notes
 from slime.liveness.vital_signs import Signs
-from slime.runtime.base import Call, Handle, T
+from slime.runtime.base import Call, Handle, T, WorkerSpec
 from slime.utils.errors import WorkerDied
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ class WorkerSilent(WorkerDied):
 class WorkerHandle(Handle[T]):
     """A process of its own, with the calls that it has not answered; a `Beating` for the watch."""
 
-    def __init__(self, name: str):
-        self.name, self.notes = name, Notes()
+    def __init__(self, spec: WorkerSpec):
+        self.name, self.notes, self.is_replaceable = spec.name, Notes(), spec.replaceable
         self.end: concurrent.futures.Future[WorkerDied] = concurrent.futures.Future()  # how it has ended
         self.ended_here = False  # on purpose: set before it is killed
         self._ids = itertools.count()
@@ -139,12 +139,13 @@ class RuntimeWithWorkers(Generic[W]):
         except Exception:
             logger.exception("The chain of causes cannot be reported.")
         worker.fail(error)
-        self._fail(error)
+        if not worker.is_replaceable:
+            self._fail(error)
 
     def _see_end(self, worker: W, death: WorkerDied) -> None:
         """Runs in the thread that saw the end, without waiting for the next heartbeat."""
         self._heartbeats.remove(worker)
-        if not worker.ended_here and not self._closed:
+        if not (worker.ended_here or worker.is_replaceable or self._closed):
             self._fail(death)
 
     def _fail(self, error: WorkerDied) -> None:

@@ -1,5 +1,8 @@
 """Defines the errors that end a run for a reason its user can act on, and a few that slime handles."""
 
+import pickle
+import traceback
+
 
 class RunStopped(RuntimeError):
     """A run cannot continue, for a reason in the message: shown without a traceback, unlike a defect."""
@@ -31,3 +34,15 @@ class EngineResponseError(ValueError):
 
 class WorkerDied(RunStopped):
     """A process of the run ended while somebody waited for it."""
+
+
+def portable(error: Exception) -> Exception:
+    """Return the exception itself if it survives pickling, with the stack of its process as a note."""
+    stack = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # user code may raise exceptions that cannot be pickled
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    error.add_note(f"in a worker process:\n{stack}")
+    return error

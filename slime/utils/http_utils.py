@@ -124,6 +124,9 @@ class HttpError(RuntimeError):
         super().__init__(f"{url} answered {status}: {body[:2000]}" if status else f"{url}: {body}")
         self.status, self.body, self.url = status, body, url
 
+    def __reduce__(self) -> tuple[type[HttpError], tuple[int, str, str], dict[str, Any]]:
+        return HttpError, (self.status, self.body, self.url), vars(self)
+
 
 def get_session() -> aiohttp.ClientSession:
     """Return the session of the running loop; sockets must not be shared between loops."""

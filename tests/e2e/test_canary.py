@@ -19,10 +19,11 @@ def checksums(world, name):
     return {file: record for file, record in manifest["files"].items() if file.endswith(".distcp")}
 
 
-def test_a_run_ends_bit_identical_with_and_without_it(world):
+def test_a_run_ends_bit_identical_with_and_without_it_and_with_rollout_workers(world):
     settings = {"num_rollout": 2, "deterministic_mode": True, "save_interval": 2, "rollout_temperature": 0.8}
-    for name, interval in (("with", 1), ("without", 0)):
-        run_train(world, name, canary_interval=interval, save=world / f"{name}-ckpt", **settings)
+    for name, interval, workers in (("with", 1, 2), ("without", 0, 1)):
+        changes = {"canary_interval": interval, "rollout_workers": workers}
+        run_train(world, name, **changes, save=world / f"{name}-ckpt", **settings)
     for metric in ("train/loss", "train/grad_norm", "rollout/raw_reward", "rollout/response_len/mean"):
         assert series(world, "with", metric) == series(world, "without", metric), metric
     assert checksums(world, "with") == checksums(world, "without") != {}

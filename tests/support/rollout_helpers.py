@@ -19,9 +19,12 @@ def write_prompts(path: Path, count: int, **columns: Any) -> Path:
 
 
 def make_args(folder: Path, engine: FakeEngine | None = None, *flags: str, prompts: int = 16, **facts: Any):
-    """The namespace that a rollout function gets, for a run
-    of 4 groups of 2 samples unless flags say otherwise.
-    """
+    """The namespace that a rollout function gets."""
+    return plugin_args(*make_run(folder, engine, *flags, prompts=prompts, **facts))
+
+
+def make_run(folder: Path, engine: FakeEngine | None = None, *flags: str, prompts: int = 16, **facts: Any):
+    """The arguments and facts of a run, of 4 groups of 2 samples unless flags say otherwise."""
     checkpoint = folder / "model"
     if not checkpoint.exists():
         make_tiny_tokenizer().save_pretrained(checkpoint)
@@ -50,8 +53,7 @@ def make_args(folder: Path, engine: FakeEngine | None = None, *flags: str, promp
             "sglang_router_port": engine.port,
             "engine_urls": (engine.url,),
         }
-    namespace = plugin_args(args, RunInfo(run_id="test", run_dir=str(folder / "run"), **info))
-    return namespace
+    return args, RunInfo(run_id="test", run_dir=str(folder / "run"), **info)
 
 
 def make_source(args: argparse.Namespace) -> RolloutDataSourceWithBuffer:

@@ -56,6 +56,9 @@ class RolloutFlags:
     over_sampling_batch_size: int | None = flag(
         None, "prompts fetched at a time; default: all of a rollout", ge=1
     )
+    rollout_workers: int = flag(
+        1, "processes that run generate functions, rewards and parsing; 1: the driver does", ge=1
+    )
     partial_rollout: bool = flag(False, "keep unfinished responses and continue them in the next rollout")
     mask_offpolicy_in_partial_rollout: bool = flag(False, "do not train on older tokens", only_with=PARTIAL)
     dynamic_sampling_filter_path: str | None = flag(None, "function that keeps or drops a group")

@@ -28,7 +28,7 @@ _OF_NO_SAMPLE = """
     run_dir load ckpt_step auto_resume save save_interval save_hf keep_last_n async_save num_rollout num_epoch
     eval_interval skip_eval_before_train log_level quiet
     record_max_mib record_dir skip_preflight lr_decay_iters max_restarts
-    peer_copies timeouts elastic
+    peer_copies timeouts elastic rollout_workers
 """.split()  # noqa: SIM905 - a list of words reads better as words
 
 

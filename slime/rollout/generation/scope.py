@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 _POLL_S = 0.005
+_ELSEWHERE = "@worker"  # ends the names of work that other processes do for a scope
 _current: ContextVar["RequestScope | None"] = ContextVar("slime_request_scope", default=None)
 
 
@@ -71,6 +72,30 @@ class RequestScope:
             for scope in scopes:
                 scope.seconds += _now() - started
                 scope.rids.discard(rid or "")
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[Callable[[int, int, float], None]]:
+        """Register work of another process; call what this yields with its requests, tokens and seconds."""
+        scopes, name = self._with_parents(), f"{self.name}{next(self._numbers)}{_ELSEWHERE}"
+        for scope in scopes:
+            scope.rids.add(name)
+
+        def count(num_sent: int, tokens: int, seconds: float) -> None:
+            for scope in scopes:
+                scope.num_sent += num_sent
+                scope.tokens += tokens
+                scope.seconds += seconds
+
+        try:
+            yield count
+        finally:
+            for scope in scopes:
+                scope.rids.discard(name)
+
+    @property
+    def own_rids(self) -> list[str]:
+        """Return the ids of requests that this process has sent; threads of adapters change them."""
+        return sorted(rid for rid in self.rids.copy() if not rid.endswith(_ELSEWHERE))
 
     def note_tokens(self, number: int) -> None:
         """Add to the number of tokens that engines have generated."""

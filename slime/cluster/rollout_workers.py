@@ -1,0 +1,212 @@
+"""Sends groups to rollout workers, collects what they made, and replaces workers that die."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slime.arguments import Args, RunInfo
+from slime.catalog.limits import limit
+from slime.liveness import waits
+from slime.rollout.collection.collector import GroupFailed
+from slime.rollout.generation.policy_requests import is_trained
+from slime.rollout.generation.scope import RequestScope, current_scope
+from slime.rollout.ledger import Ledger
+from slime.rollout.prompt_groups import Group, describe
+from slime.rollout.sample_hooks import current_rollout_id
+from slime.rollout.workers.worker import Done, Job, RolloutWorker, WorkerSettings
+from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather
+from slime.utils import http_utils
+from slime.utils.errors import RunStopped, WorkerDied
+from slime.utils.types import Sample, flatten_samples
+
+logger = logging.getLogger(__name__)
+
+_START_S = 600.0  # until a worker has loaded what it needs
+_END_S = 10.0
+_ABORT_S = 60.0
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One worker process and the jobs that it has. `handle` changes when the process is replaced."""
+
+    name: str
+    handle: Handle[RolloutWorker]
+    jobs: dict[int, concurrent.futures.Future[Done]] = field(default_factory=dict)
+
+
+class RolloutWorkers:
+    """The workers of a run, as a `GroupRunner` for the rollout functions of this process.
+
+    Data source, filters, buffer and ledger stay in this process. A group whose worker dies is sent to another
+    worker from its original state: with the same seeds it becomes the same group.
+    """
+
+    def __init__(self, args: Args, info: RunInfo, runtime: Runtime, durable: Ledger | None):
+        self._args, self._runtime, self._ledger = args, runtime, durable
+        router = f"http://{info.sglang_router_ip}:{info.sglang_router_port}"
+        urls = [router, *info.engine_urls]
+        self._settings = WorkerSettings(
+            args,
+            info,
+            args.rollout_workers,
+            tuple((url, waits.known_as(url), http_utils.token_of(url)) for url in urls),
+            changes={},
+            ledger=None if durable is None else durable.for_worker(),
+        )
+        self._keys = itertools.count()
+        self._homes: dict[str, _Worker] = {}  # by session: where an episode waits for the next rollout
+        self._lock = threading.Lock()  # of `jobs` of all workers
+        self._is_closed = False
+        names = [f"rollout-worker-{number}" for number in range(args.rollout_workers)]
+        self._workers = [_Worker(name, self._spawn(name)) for name in names]
+        gather([worker.handle.call(RolloutWorker.ready) for worker in self._workers], _START_S)
+        for worker in self._workers:
+            threading.Thread(
+                target=self._follow, args=(worker,), name=f"{worker.name}-news", daemon=True
+            ).start()
+        logger.info("Groups are generated and scored by %d rollout workers.", len(names))
+
+    def _spawn(self, name: str) -> Handle[RolloutWorker]:
+        return self._runtime.spawn(WorkerSpec(name, replaceable=True), RolloutWorker, self._settings)
+
+    # -- jobs
+
+    async def run(self, group: Group, sampling_params: dict[str, Any], evaluation: bool) -> Group:
+        durable = None if evaluation else self._ledger
+        if durable is not None:  # what was finished before a crash; only a reward may be missing
+            group = [durable.recall(entry) or entry for entry in group]
+        scope = current_scope() or RequestScope()
+        job = Job(
+            next(self._keys),
+            group,
+            sampling_params,
+            evaluation,
+            is_trained(),
+            scope.name,
+            scope.engines,
+            scope.max_context_len,
+            current_rollout_id(),
+            None if durable is None else durable.version,
+        )
+        with scope.elsewhere() as count:
+            done = await self._finish(job)
+        count(done.num_sent, done.tokens, done.seconds)
+        if done.error is not None:
+            raise done.error
+        assert done.group is not None, "a job ends with a group or an error"
+        return done.group
+
+    async def _finish(self, job: Job) -> Done:
+        """Return the end of a job; send it again where its worker dies."""
+        allowed = limit(self._args, "group-attempts")
+        for _ in range(allowed):
+            worker, future = self._send(job)
+            try:
+                done = await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                worker.handle.call(RolloutWorker.cancel, job.key)
+                raise
+            except WorkerDied as death:
+                last = death
+                continue
+            self._remember(worker, done)
+            return done
+        what = f"{describe(job.group)}: {allowed} rollout workers died while they generated it"
+        raise GroupFailed(f"{what} (--limits group-attempts); the last: {last}") from last
+
+    def _send(self, job: Job) -> tuple[_Worker, concurrent.futures.Future[Done]]:
+        future: concurrent.futures.Future[Done] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # so that a caller who gives up does not cancel it
+        with self._lock:
+            homes = [self._homes.pop(s.session_id, None) for s in flatten_samples(job.group) if s.session_id]
+            worker = next(filter(None, homes), None) or min(self._workers, key=lambda one: len(one.jobs))
+            worker.jobs[job.key] = future
+            worker.handle.call(RolloutWorker.begin, job)
+        return worker, future
+
+    def _remember(self, worker: _Worker, done: Done) -> None:
+        """Send aborted samples to the same worker again, which may hold their episodes."""
+        aborted = [s for s in flatten_samples(done.group or []) if s.status is Sample.Status.ABORTED]
+        with self._lock:
+            self._homes.update({s.session_id: worker for s in aborted if s.session_id})
+
+    async def abort(self, scope: str) -> None:
+        await asyncio.to_thread(
+            self._call_all, lambda handle: handle.call(RolloutWorker.abort, scope), _ABORT_S
+        )
+
+    def change(self, name: str, value: float) -> None:
+        """Change a setting in all workers, and in those that replace them."""
+        self._settings = replace(self._settings, changes={**self._settings.changes, name: value})
+        self._call_all(lambda handle: handle.call(RolloutWorker.change, name, value))
+
+    def _call_all(
+        self, call: Callable[[Handle[RolloutWorker]], Future[None]], deadline_s: float = _END_S
+    ) -> None:
+        """Call all workers; one that has ended has nothing to abort, and its successor knows the changes."""
+        for future in [call(worker.handle) for worker in self._workers]:
+            try:
+                future.result(deadline_s)
+            except (WorkerDied, waits.WaitTimeout) as error:
+                logger.info("A rollout worker did not answer: %s", error)
+
+    # -- what workers report
+
+    def _follow(self, worker: _Worker) -> None:
+        """Pass on the news of a worker, and replace its process when it dies."""
+        with waits.quietly():
+            while not self._is_closed:
+                try:
+                    news = worker.handle.call_control(RolloutWorker.news).result()
+                except WorkerDied as death:
+                    if not self._is_closed:
+                        self._replace(worker, death)
+                    continue
+                except Exception as error:
+                    self._fail_jobs(worker, error)
+                    return
+                for one in news:
+                    if isinstance(one, Done):
+                        with self._lock:
+                            future = worker.jobs.pop(one.key, None)
+                        if future is not None:
+                            future.set_result(one)
+                    elif self._ledger is not None:
+                        self._ledger.forward(one)
+
+    def _replace(self, worker: _Worker, death: WorkerDied) -> None:
+        logger.error(
+            "%s ended while it had %d groups: another process takes its place, and these groups start again. "
+            "Cause: %s",
+            *(worker.name, len(worker.jobs), death),
+        )
+        worker.handle.kill()
+        try:
+            handle = self._spawn(worker.name)
+        except Exception as error:
+            self._fail_jobs(worker, RunStopped(f"{worker.name} cannot be started again: {error}"))
+            raise
+        with self._lock:
+            worker.handle = handle
+            self._homes = {session: home for session, home in self._homes.items() if home is not worker}
+        self._fail_jobs(worker, death)
+
+    def _fail_jobs(self, worker: _Worker, error: Exception) -> None:
+        with self._lock:
+            jobs, worker.jobs = worker.jobs, {}
+        for future in jobs.values():
+            future.set_exception(error)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._call_all(lambda handle: handle.call(RolloutWorker.close))
+        for worker in self._workers:
+            worker.handle.kill()

@@ -1,0 +1,136 @@
+"""Rollout workers make what the driver would make; one that is killed is replaced."""
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+from fake_engine import FakeEngine
+from ledger_world import World
+from patience import eventually
+from rollout_helpers import assert_conserved, counts, make_run, make_source
+
+from slime.arguments import plugin_args
+from slime.cluster.rollout_workers import RolloutWorkers
+from slime.record import LedgerReader
+from slime.rollout import ledger
+from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.collection.collector import is_permanent
+from slime.rollout.data_source import follow
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.workers import current
+from slime.runtime.local import LocalRuntime
+from slime.utils.http_utils import HttpError
+from slime.utils.types import Sample, flatten_samples
+
+LONG = ("--rollout-max-response-len", "100", "--deterministic-mode")
+WORKERS = ("--rollout-workers", "2")
+OF_THE_CALL = ("session_id", "trace")  # what differs between any two runs
+
+
+@contextlib.contextmanager
+def workers_of(folder, args, info, durable=None):
+    runtime = LocalRuntime(folder / "run", "test-rollout-workers-")
+    try:
+        workers = RolloutWorkers(args, info, runtime, durable)
+        current.use(workers)
+        yield workers
+        assert not runtime.failure.done()  # a worker that dies does not end the run
+    finally:
+        current.use(None)
+        workers.close()
+        runtime.close()
+
+
+def rollout(args, source, rollout_id=0):
+    return call_rollout_fn(generate_rollout, args, rollout_id, source, evaluation=False)
+
+
+def values(output):
+    found = [sample.to_dict() for sample in flatten_samples(output.samples)]
+    return [{name: value for name, value in one.items() if name not in OF_THE_CALL} for one in found]
+
+
+def test_two_workers_make_the_samples_of_one_process_and_tell_the_ledger(tmp_path):
+    world = World(tmp_path)
+    with FakeEngine(num_tokens=80) as engine:
+        args, info = make_run(tmp_path, engine, *LONG, *WORKERS, max_context_len=256)
+        here = values(rollout(plugin_args(args, info), make_source(plugin_args(args, info))))
+        durable = world.start()
+        durable.begin(0, "run:1")
+        ledger.use(durable)
+        source = make_source(plugin_args(args, info))
+        follow(source, durable)
+        try:
+            with workers_of(tmp_path, args, info, durable) as workers:
+                output = rollout(plugin_args(args, info), source)
+                assert all(not worker.jobs for worker in workers._workers)
+        finally:
+            ledger.use(None)
+            world.stop()
+    assert values(output) == here and len(here) == 8 and here[0]["response_length"] == 80
+    assert all(sample.effective_response_length == 80 for sample in flatten_samples(output.samples))
+    assert counts(source) == {"new": 4, "trained": 4} and len(engine.requests) == 16
+    assert output.metrics["rollout/waste/share"] == 0.0
+    with LedgerReader(tmp_path / "record.db") as reader:
+        finished = reader.finished_entries("s")
+    assert sorted(key[0] for key in finished) == list(range(8))
+
+
+def test_a_killed_worker_is_replaced_and_its_groups_are_made_again(tmp_path, caplog):
+    killed = threading.Event()
+
+    def wait_for_the_kill(payload, number):
+        return {"until": killed.is_set} if number >= 8 else None
+
+    with FakeEngine(wait_for_the_kill) as engine:
+        args, info = make_run(tmp_path, engine, *WORKERS, "--deterministic-mode")
+        namespace = plugin_args(args, info)
+        here = values(rollout(namespace, make_source(namespace)))
+        source = make_source(namespace)
+        with workers_of(tmp_path, args, info) as workers:
+            first = workers._workers[0]
+
+            def kill():
+                eventually(lambda: len(engine.requests) == 16)
+                os.kill(first.handle.pid, signal.SIGKILL)
+                eventually(lambda: "rollout-worker-0 ended while it had 2 groups" in caplog.text)
+                killed.set()
+
+            killer = threading.Thread(target=kill)
+            killer.start()
+            output = rollout(namespace, source)
+            killer.join()
+            assert values(rollout(namespace, make_source(namespace))) == here  # the new process works
+    assert values(output) == here
+    assert counts(source) == {"new": 4, "trained": 4}
+    assert_conserved(source)
+
+
+def test_surplus_requests_of_workers_are_aborted_and_partial_responses_continue(tmp_path):
+    def hold_late(payload, number):
+        return {"hold": True, "tokens": [33, 34]} if 8 <= number < 16 else {"after": 16}
+
+    with FakeEngine(hold_late) as engine:
+        flags = ("--over-sampling-batch-size", "8", "--partial-rollout")
+        args, info = make_run(tmp_path, engine, *flags, *WORKERS)
+        namespace = plugin_args(args, info)
+        source = make_source(namespace)
+        with workers_of(tmp_path, args, info):
+            rollout(namespace, source)
+            assert engine.aborted == {request["rid"] for request in engine.requests[8:16]}
+            kept = flatten_samples(source.buffer)
+            assert [sample.response_length for sample in kept] == [2] * 8
+            assert all(sample.status is Sample.Status.ABORTED for sample in kept)
+            second = rollout(namespace, source, 1)
+    assert all(sample.response_length == 6 for sample in flatten_samples(second.samples))
+    assert_conserved(source)
+
+
+def test_an_error_in_a_worker_is_the_error_of_the_rollout(tmp_path):
+    with FakeEngine(lambda payload, number: 400) as engine:
+        args, info = make_run(tmp_path, engine, *WORKERS)
+        with workers_of(tmp_path, args, info), pytest.raises(HttpError) as caught:
+            rollout(plugin_args(args, info), make_source(plugin_args(args, info)))
+    assert is_permanent(caught.value) and "in a worker process" in caught.value.__notes__[0]
