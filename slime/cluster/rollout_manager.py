@@ -14,7 +14,6 @@ from slime.batch.convert import samples_to_batch
 from slime.cluster.canary.probe import probe_tokens, why_no_canary
 from slime.cluster.checkpoints.run_ledger import Resume, encodable, open_ledger
 from slime.cluster.recording import Recording
-from slime.cluster.rollout_workers import RolloutWorkers
 from slime.cluster.serving.engine_plane import EnginePlane
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.liveness import phases
@@ -33,6 +32,7 @@ from slime.rollout.ledger import Ledger
 from slime.rollout.response_text import share_with_ending
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.workers import current
+from slime.rollout.workers.current import GroupRunner
 from slime.runtime.base import Runtime
 from slime.runtime.placement import Placement
 from slime.utils.async_utils import get_loop
@@ -44,6 +44,8 @@ from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import RolloutBatch, Sample, flatten_samples, is_score, version_number
 
 logger = logging.getLogger(__name__)
+
+_ROLLOUT_WORKERS = "slime.cluster.rollout_workers.RolloutWorkers"  # by name, like rollout functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class RolloutProcess:
         self._args, self._run, self._placement, self._runtime = args, run, placement, runtime
         self._plane: EnginePlane | None = None
         self._manager: RolloutManager | None = None
-        self._workers: RolloutWorkers | None = None  # None: groups are generated in this process
+        self._workers: GroupRunner | None = None  # None: groups are generated in this process
         self._recording = Recording(run, args)
 
     def launch(self) -> None:
@@ -102,7 +104,8 @@ class RolloutProcess:
             overlapped=resume.overlapped,
         )
         if self._args.rollout_workers > 1:
-            self._workers = RolloutWorkers(self._args, self._manager.info, self._runtime, durable)
+            open_workers = load_function(_ROLLOUT_WORKERS)
+            self._workers = open_workers(self._args, self._manager.info, self._runtime, durable)
             current.use(self._workers)
         facts = self._manager.facts
         if facts.engine_urls and why_no_canary(self._args) is None:

@@ -19,6 +19,9 @@ class GroupRunner(Protocol):
     def change(self, name: str, value: float) -> None:
         """Change a setting of the run in all workers."""
 
+    def close(self) -> None:
+        """End all workers."""
+
 
 _current: GroupRunner | None = None
 
