@@ -226,7 +226,8 @@ def _fsdp_memory(args: Args, model: dict[str, Any], sizes: Sizes, device: Device
     layers = range(model["num_hidden_layers"])
     each = [layer_parameters(model, layer).total for layer in layers]
     outside = [parameters.total for parameters in outside_parameters(model).values()]
-    held = (sum(each) + sum(outside)) / sizes.ranks
+    sharing = args.fsdp_shard_size * sizes.tp if args.fsdp_shard_size else sizes.ranks
+    held = (sum(each) + sum(outside)) / sharing
     trained = held * _trained_share(args, model)
     alone = sizes.ranks == 1
     copy = item * (held if alone and item != 4 else 0.0 if alone else 2 * max(*each, *outside) / sizes.tp)

@@ -54,6 +54,10 @@ from argument_helpers import parse
             "--tensor-model-parallel-size 2 x --context-parallel-size 1 does not divide the 1 trainer ranks",
         ),
         (
+            {"train_backend": "fsdp", "fsdp_shard_size": 3, "actor_num_gpus_per_node": 4},
+            "--fsdp-shard-size 3 does not divide the 4 data- and context-parallel ranks .*: use a size that does",
+        ),
+        (
             {"context_parallel_size": 2, "actor_num_gpus_per_node": 2, "share_prefix": True},
             "--share-prefix with --context-parallel-size 2: shared prefixes are computed on one rank",
         ),

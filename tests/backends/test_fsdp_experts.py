@@ -22,6 +22,7 @@ VARIANTS = {
     "four ranks": {
         "data x tensor": {**TENSOR, "micro_batch_size": 3},
         "offloaded": dict(fsdp_cpu_offload=True),
+        "replicas of two shards": dict(fsdp_shard_size=2),
     },
 }
 RANKS = {"one rank": 1, "two ranks": 2, "four ranks": 4}

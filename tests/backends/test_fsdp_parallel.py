@@ -18,6 +18,7 @@ from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
 
 CONTEXT, TENSOR = "context_parallel_size", "tensor_model_parallel_size"
+SHARDS = "fsdp_shard_size"
 FULL, SELECTIVE = dict(activation_checkpointing="full"), dict(activation_checkpointing="selective")
 VARIANTS = {
     "one rank": {
@@ -31,6 +32,7 @@ VARIANTS = {
         "data": {},
         "context": {CONTEXT: 2},
         "tensor": {TENSOR: 2, **FULL},
+        "replicas": {SHARDS: 1},
     },
     "two ranks, more": {
         "data, recomputation": SELECTIVE,
@@ -44,6 +46,9 @@ VARIANTS = {
         "data x tensor": {TENSOR: 2},
         "context x tensor": {CONTEXT: 2, TENSOR: 2},
         "four context": {CONTEXT: 4},
+        "replicas of two shards": {SHARDS: 2},
+        "replicas of two shards, context": {SHARDS: 2, CONTEXT: 2},
+        "replicas x tensor": {SHARDS: 1, TENSOR: 2},
     },
 }
 COMPARED = ("train/loss", "train/grad_norm", "train/entropy_loss", "train/logprob_abs_diff/lag_0")
@@ -162,7 +167,7 @@ def test_every_way_to_spread_a_model_takes_the_same_steps(world, matrix):
                     assert outcome[step][key] == expected, f"{name}, {step}: {key}"
 
 
-@pytest.mark.parametrize("written_by", ["data", "context", "tensor"])
+@pytest.mark.parametrize("written_by", ["data", "context", "tensor", "replicas"])
 def test_one_rank_continues_from_the_checkpoint_of_two(world, written_by):
     folder, model, reference = world
     if not (folder / "two ranks.pt").exists():

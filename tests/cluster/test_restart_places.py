@@ -34,6 +34,8 @@ def test_an_elastic_trainer_takes_whole_replicas():
     three = (*SLOTS[:2], Slot(2, machine=1), Slot(3, machine=2))
     args = parse(elastic=True, tensor_model_parallel_size=2, actor_num_gpus_per_node=2)
     assert len(find_slots(args, FakeRuntime({0, 1}), three)) == 2
+    args = parse(elastic=True, train_backend="fsdp", fsdp_shard_size=2, actor_num_gpus_per_node=2)
+    assert len(find_slots(args, FakeRuntime({0, 1}), three)) == 2
 
 
 def test_it_waits_for_a_machine(monkeypatch, caplog):

@@ -50,6 +50,8 @@ def test_fsdp_shares_them_over_ranks_and_gathers_a_layer(planned):
     memory = planned(actor_num_gpus_per_node=8, num_gpus_per_node=9).trainer
     assert memory["optimizer"] == pytest.approx(PARAMETERS, rel=0.01)
     assert memory["copy"] == 2 * 2 * 151936 * 2560  # the embedding is the largest
+    two_copies = planned(actor_num_gpus_per_node=8, num_gpus_per_node=9, fsdp_shard_size=4).trainer
+    assert two_copies["optimizer"] == pytest.approx(2 * PARAMETERS, rel=0.01)
 
 
 def test_adapters_and_recomputation_and_offload_need_less(planned):

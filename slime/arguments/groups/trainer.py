@@ -43,6 +43,13 @@ class FSDPFlags:
     fsdp_cpu_offload: bool = flag(
         False, "keep parameters, gradients and moments in host memory", only_with=FSDP
     )
+    fsdp_shard_size: int | None = flag(
+        None,
+        "ranks that share one copy of the parameters; other groups of this size hold replicas. "
+        "Default: all data- and context-parallel ranks",
+        ge=1,
+        only_with=FSDP,
+    )
     compile: bool | None = flag(
         None, "compile each decoder layer. Default: on GPUs, at widths from 1024, without tensor parallelism"
     )
@@ -148,4 +155,11 @@ def model_parallel_sizes(draft: Draft) -> None:
         raise ValueError(
             f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} does not divide the "
             f"{ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node)."
+        )
+    shards = draft.fsdp_shard_size
+    if shards and draft.train_backend == "fsdp" and ranks // tensor % shards:
+        raise ValueError(
+            f"--fsdp-shard-size {shards} does not divide the {ranks // tensor} data- and context-parallel ranks "
+            f"({ranks} trainer ranks / --tensor-model-parallel-size {tensor}): use a size that does, such as "
+            "the number of GPUs of a machine."
         )

@@ -200,8 +200,8 @@ class FSDPBackend(TrainBackend):
                     sums[name] = sums[name] + metric if name in sums else metric
         reduced, grad_norm = self._reduce(sums, denominators)
         if (counts := self.experts.take()) is not None:
-            if self.mesh.shard.size() > 1:  # these ranks hold different tokens
-                dist.all_reduce(counts, group=self.mesh.shard.get_group())
+            if self.mesh.shard.size() > 1:
+                dist.all_reduce(counts, group=self.mesh.token_group)
             reduced |= load_metrics(counts)
         return reduced, grad_norm
 
@@ -294,7 +294,7 @@ class FSDPBackend(TrainBackend):
             parameters = [p for p in self.model.parameters() if p.grad is not None]
             shares = [1.0 if tensor_parallel.is_cut(p) else 1.0 / self.layout.tp_size for p in parameters]
             squares = squares * torch.tensor(shares, dtype=torch.float64, device=squares.device)
-        return squares.sum().to(self.device)
+        return squares.sum().to(self.device) / self.mesh.num_replicas
 
     def _reduce(self, sums: dict[str, Tensor], denominators: Denominators) -> tuple[dict[str, float], float]:
         """Return metrics of the step and the global gradient norm, in one collective and one transfer."""

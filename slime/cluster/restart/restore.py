@@ -161,7 +161,8 @@ def find_slots(args: Args, runtime: Runtime, slots: Sequence[Slot]) -> tuple[Slo
     """
     limit_s = timeout_s(args, "restart-wait")
     replica = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
-    unit = math.lcm(replica, args.expert_model_parallel_size)
+    shards = args.tensor_model_parallel_size * (args.fsdp_shard_size or 1)
+    unit = math.lcm(replica, args.expert_model_parallel_size, shards)
     with waits.waiting("machines for the trainer", owner="driver", deadline_s=limit_s) as wait:
         logged = False
         while True:
