@@ -55,7 +55,7 @@ from argument_helpers import parse
         ),
         (
             {"train_backend": "fsdp", "fsdp_shard_size": 3, "actor_num_gpus_per_node": 4},
-            "--fsdp-shard-size 3 does not divide the 4 data- and context-parallel ranks .*: use a size that does",
+            "--fsdp-shard-size 3 does not divide the 4 data- and context-parallel ranks .*: use a size",
         ),
         (
             {"context_parallel_size": 2, "actor_num_gpus_per_node": 2, "share_prefix": True},

@@ -1,5 +1,6 @@
 """A rank of FSDP reads from a model's files only its own part, also of experts that transformers stacks."""
 
+import argparse
 import itertools
 
 import pytest
@@ -13,9 +14,11 @@ from slime.backends.fsdp import create_backend, loading
 from slime.backends.fsdp.model import gather_full
 from slime.backends.shared.hub_folder import CheckpointFolder
 from slime.backends.shared.placed_adam import local
+from slime.cli.convert import fp8_folder
 from slime.cli.verify_model import shrink
 from slime.utils.models import hub_names
 from slime.utils.models.hub_names import parts_of, saved_tensors
+from slime.utils.models.model_config import block_size_of
 
 KINDS = ("qwen3_moe", "deepseek_v3", "mixtral")
 LAYOUTS = {"data": {}, "tensor": dict(tensor_model_parallel_size=2)}
@@ -29,9 +32,10 @@ def make(kind, folder):
 
 
 def whole(folder):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    how = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if block_size_of(folder) else {}
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
     return {name: tensor.clone() for name, tensor in saved_tensors(lm)}
 
 
@@ -70,7 +74,10 @@ def work(rank, world_size, address, models, out):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return [make(kind, folder / kind) for kind in KINDS]
+    made = [make(kind, folder / kind) for kind in KINDS]
+    options = argparse.Namespace(block_size=(16, 16), scale_fmt=None)
+    fp8_folder.quantize(made[0], folder / "fp8", options)
+    return [*made, folder / "fp8"]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -201,3 +201,74 @@ def test_fp8_of_an_fp8_folder_or_over_another_is_refused(tmp_path, capsys):
     assert "exists already" in fails(words, capsys)
     again = ["hf-to-fp8", "--hf-checkpoint", str(tmp_path / "fp8"), "--save", str(tmp_path / "x")]
     assert "is quantised already (fp8)" in fails(again, capsys)
+
+
+def test_an_fp8_model_becomes_what_its_blocks_stand_for(tmp_path, capsys):
+    """Blocks of 16 x 20 do not divide the matrices, and factors lie in other files than their weights."""
+    model = make_model(tmp_path / "model", shards="20KB", tied=False)
+    fp8, out = tmp_path / "fp8", tmp_path / "bf16"
+    words = ["hf-to-fp8", "--hf-checkpoint", model, "--save", str(fp8), "--block-size", "16", "20"]
+    assert main(["convert", *words]) == 0
+    move_factors(fp8)
+    back = ["fp8-to-bf16", "--hf-checkpoint", str(fp8), "--save", str(out)]
+    assert main(["convert", *back]) == 0
+    stored, read = weights(fp8), weights(out)
+    assert read.keys() == weights(tmp_path / "model").keys()
+    converted = [name for name in read if stored[name].dtype == FP8]
+    assert len(converted) == 14
+    for name, tensor in read.items():
+        if name not in converted:
+            assert torch.equal(tensor, stored[name]), name
+            continue
+        factors = stored[name + "_scale_inv"].double()
+        whole = factors.repeat_interleave(16, 0).repeat_interleave(20, 1)
+        expected = stored[name].double() * whole[: tensor.shape[0], : tensor.shape[1]]
+        assert tensor.dtype == BF16
+        # Half a step of bf16, and what fp32 rounds before.
+        assert ((tensor.double() - expected).abs() <= expected.abs() * (2.0**-8 + 2.0**-23)).all(), name
+    config = json.loads((out / "config.json").read_text())
+    assert config == json.loads((tmp_path / "model" / "config.json").read_text())
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == read.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in read.values())
+    assert (out / "tokenizer.json").is_file() and not (tmp_path / "bf16.tmp").exists()
+    assert "exists already" in fails(back, capsys)
+    assert "nothing to convert" in fails([*back[:2], str(out), "--save", str(tmp_path / "x")], capsys)
+
+
+def move_factors(folder):
+    """Write all factors of an FP8 folder to a file of their own, as some folders have them."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    factors = {}
+    for name in set(index["weight_map"].values()):
+        tensors = load_file(folder / name)
+        factors |= {key: tensors.pop(key) for key in list(tensors) if key.endswith("_scale_inv")}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    save_file(factors, folder / "factors.safetensors", metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(factors, "factors.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda factors: factors.popitem(), "download the model again"),
+        (
+            lambda factors: factors.update({key: value[:1] for key, value in factors.items()}),
+            "files are of different models",
+        ),
+    ],
+)
+def test_factors_that_are_missing_or_of_another_size_are_named(tmp_path, capsys, change, message):
+    model = make_model(tmp_path / "model", tied=False)
+    fp8 = tmp_path / "fp8"
+    words = ["hf-to-fp8", "--hf-checkpoint", model, "--save", str(fp8), "--block-size", "16", "20"]
+    assert main(["convert", *words]) == 0
+    tensors = load_file(fp8 / "model.safetensors")
+    factors = {key: tensors.pop(key) for key in list(tensors) if key.endswith("_scale_inv")}
+    change(factors)
+    save_file(tensors | factors, fp8 / "model.safetensors", metadata={"format": "pt"})
+    back = ["fp8-to-bf16", "--hf-checkpoint", str(fp8), "--save", str(tmp_path / "bf16")]
+    said = fails(back, capsys)
+    assert message in said and "model.safetensors" in said and "_proj.weight_scale_inv" in said
+    assert not (tmp_path / "bf16").exists()

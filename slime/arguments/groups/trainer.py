@@ -159,7 +159,7 @@ def model_parallel_sizes(draft: Draft) -> None:
     shards = draft.fsdp_shard_size
     if shards and draft.train_backend == "fsdp" and ranks // tensor % shards:
         raise ValueError(
-            f"--fsdp-shard-size {shards} does not divide the {ranks // tensor} data- and context-parallel ranks "
-            f"({ranks} trainer ranks / --tensor-model-parallel-size {tensor}): use a size that does, such as "
-            "the number of GPUs of a machine."
+            f"--fsdp-shard-size {shards} does not divide the {ranks // tensor} data- and context-parallel "
+            f"ranks ({ranks} trainer ranks / --tensor-model-parallel-size {tensor}): use a size that does, "
+            "such as the number of GPUs of a machine."
         )

@@ -30,7 +30,6 @@ class CheckpointFolder:
                 "safetensors; save the model again with save_pretrained."
             )
         self._open: dict[str, Any] = {}
-
         self._block = block_size_of(self.path)
 
     @property
@@ -42,19 +41,35 @@ class CheckpointFolder:
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._stored(name).get_shape())
 
+    def is_fp8(self, name: str) -> bool:
+        return bool(self._stored(name).get_dtype().startswith("F8"))
+
     def read(self, name: str, region: tuple[slice, ...] | None = None) -> Tensor:
         """Return a tensor, or a region of it; FP8 blocks are converted to fp32."""
-        region = region or tuple(slice(0, size) for size in self.shape(name))
+        shape = self.shape(name)
+        region = region or tuple(slice(0, size) for size in shape)
         tensor: Tensor = self._stored(name)[region]
-        if self._block is not None and name + SCALE_SUFFIX in self._files:
-            scale = self._stored(name + SCALE_SUFFIX)[:]
-            return dequantize_part(tensor, scale, self._block, (region[0].start, region[1].start))
-        if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+        if not tensor.is_floating_point() or tensor.dtype.itemsize > 1:
+            return tensor
+        file, factors = self.path / self._files[name], name + SCALE_SUFFIX
+        if self._block is None:
             raise ValueError(
-                f"{name} in {self.path} is {tensor.dtype}: such a checkpoint cannot be trained; use one "
-                "in 16 or 32 bits."
+                f"{name} in {file} is {tensor.dtype}, but config.json has no quantization_config of FP8 "
+                "blocks: copy it again from the model, or use a checkpoint in 16 or 32 bits."
             )
-        return tensor
+        if factors not in self._files:
+            raise ValueError(
+                f"{name} in {file} is {tensor.dtype}, but no file of the folder has its factors {factors}: "
+                "download the model again."
+            )
+        scale = self._stored(factors)[:]
+        blocks = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=False))
+        if len(shape) != 2 or tuple(scale.shape) != blocks:
+            raise ValueError(
+                f"{name} in {file} is {list(shape)} in FP8 blocks of {list(self._block)}, which has factors "
+                f"{list(blocks)}, but {factors} is {list(scale.shape)}: the files are of different models."
+            )
+        return dequantize_part(tensor, scale, self._block, (region[0].start, region[1].start))
 
     def _stored(self, name: str) -> Any:
         from safetensors import safe_open  # with transformers, only needed here

@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from slime.cli.convert import fp8_folder, megatron_checkpoint, trainer_checkpoint
 
         if options.what == "hf-to-fp8":
-            fp8_folder.convert(source, target, options)
+            fp8_folder.quantize(source, target, options)
+        elif options.what == "fp8-to-bf16":
+            fp8_folder.dequantize(source, target)
         elif options.what == "hf-to-dist":
             trainer_checkpoint.from_hf(source, target, options)
         elif options.what == "hf-to-torch-dist":
@@ -72,4 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     add = command("hf-to-fp8", fp8, "the model", ("--model-dir",), ("--save-dir",))
     add("--block-size", type=int, nargs=2, default=(128, 128), metavar=("ROWS", "COLUMNS"), help="[128 128]")
     add("--scale-fmt", choices=("ue8m0",), help="ue8m0: scales are powers of two")
+
+    command(
+        "fp8-to-bf16", "convert a Hugging Face model in FP8 blocks (DeepSeek-V3) to bf16", "the FP8 model"
+    )
     return parser

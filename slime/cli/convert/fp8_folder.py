@@ -1,12 +1,15 @@
-"""Converts a Hugging Face folder to FP8 file by file; the new folder appears complete or not at all."""
+"""Converts a Hugging Face folder to FP8 or back by files; the new one appears complete or not at all."""
 
 import argparse
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from slime.backends.shared.hub_folder import CheckpointFolder
 from slime.utils.files.safetensors_files import (
     INDEX,
     model_files,
@@ -15,13 +18,14 @@ from slime.utils.files.safetensors_files import (
     write_index,
     write_tensors,
 )
-from slime.utils.models.model_config import quantization_config
+from slime.utils.models.model_config import block_size_of, quantization_config
 from slime.weight_sync.fp8 import quantize_state
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 
 
-def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
+def quantize(source: Path, target: Path, options: argparse.Namespace) -> None:
+    """Write a 16-bit model in FP8 blocks."""
     config = json.loads((source / "config.json").read_text())
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
@@ -32,6 +36,42 @@ def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
         )
     block = tuple(options.block_size)
     how = quantization_config(block, scale_fmt=options.scale_fmt)
+    kept: list[str] = []
+
+    def convert(file: Path) -> dict[str, Tensor]:
+        tensors = dict(quantize_state(read_tensors([file]), how))
+        kept.extend(name.removesuffix(".weight") for name in tensor_names(file) if _stays(name, tensors))
+        return tensors
+
+    staging = _write(source, target, convert)
+    how = quantization_config(block, scale_fmt=options.scale_fmt, kept=kept)
+    _finish(source, staging, target, config | {"quantization_config": how})
+
+
+def dequantize(source: Path, target: Path) -> None:
+    """Write a model in FP8 blocks in bf16; tensors that are not in FP8 stay as they are."""
+    config = json.loads((source / "config.json").read_text())
+    if block_size_of(source) is None:
+        raise ValueError(
+            f"--hf-checkpoint {source}: its config.json has no quantization_config of FP8 blocks "
+            "(quant_method fp8 with a weight_block_size), so there is nothing to convert."
+        )
+    folder = CheckpointFolder(source)
+    names = folder.names
+
+    def convert(file: Path) -> dict[str, Tensor]:
+        return {
+            name: folder.read(name).bfloat16() if folder.is_fp8(name) else folder.read(name)
+            for name in tensor_names(file)
+            if name in names
+        }
+
+    staging = _write(source, target, convert)
+    _finish(source, staging, target, {key: config[key] for key in config if key != "quantization_config"})
+
+
+def _write(source: Path, target: Path, convert: Callable[[Path], dict[str, Tensor]]) -> Path:
+    """Write each file of weights, converted, and the index to a folder next to `target`; return it."""
     files = model_files(source)
     if not files:
         raise ValueError(
@@ -39,22 +79,25 @@ def convert(source: Path, target: Path, options: argparse.Namespace) -> None:
         )
     if absent := [file.name for file in files if not file.is_file()]:
         raise ValueError(f"--hf-checkpoint {source}: {INDEX} names {', '.join(absent)}, which is not there.")
-    names = {file: tensor_names(file) for file in files}  # reports damage before anything is written
+    for file in files:
+        tensor_names(file)  # reports damage before anything is written
     staging = target.with_name(target.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     weight_map: dict[str, str] = {}
-    kept, total = [], 0
+    total = 0
     for file in files:
-        tensors = dict(quantize_state(read_tensors([file]), how))
-        write_tensors(staging / file.name, tensors)
+        if tensors := convert(file):
+            write_tensors(staging / file.name, tensors)
         weight_map.update(dict.fromkeys(tensors, file.name))
         total += sum(tensor.nbytes for tensor in tensors.values())
-        kept += [name.removesuffix(".weight") for name in names[file] if _stays(name, tensors)]
     if len(set(weight_map.values())) > 1 or (source / INDEX).is_file():
         write_index(staging, weight_map, total)
-    how = quantization_config(block, scale_fmt=options.scale_fmt, kept=kept)
-    (staging / "config.json").write_text(json.dumps(config | {"quantization_config": how}, indent=2))
+    return staging
+
+
+def _finish(source: Path, staging: Path, target: Path, config: dict[str, Any]) -> None:
+    (staging / "config.json").write_text(json.dumps(config, indent=2))
     _copy_rest(source, staging)
     staging.rename(target)
 

@@ -87,7 +87,7 @@ def dequantize_part(values: Tensor, scale: Tensor, block: tuple[int, int], start
     """Dequantize a part of a weight, in fp32, that begins at row and column `start`; `scale` is whole."""
     rows = torch.arange(start[0], start[0] + values.shape[0]) // block[0]
     columns = torch.arange(start[1], start[1] + values.shape[1]) // block[1]
-    return values.float() * scale.float()[rows][:, columns]
+    return values.float().mul_(scale.float()[rows][:, columns])
 
 
 def _tiles(matrix: Tensor, rows: int, columns: int) -> Tensor:
