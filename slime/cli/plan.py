@@ -3,6 +3,7 @@
 import argparse
 import functools
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -10,6 +11,7 @@ from slime.arguments import explain_batch
 from slime.arguments.core.devices import visible_gpus
 from slime.arguments.groups.topology import Topology, plain_topology, prefill_topology, read_topology
 from slime.arguments.parser import parse_args
+from slime.arguments.passthrough.sglang_flags import NOT_HERE
 from slime.catalog.gpus import GPUS
 from slime.cli.bounded_numbers import MOST_GPUS, MOST_TOKENS, between
 from slime.cli.main import RUN_STOPPED, user_errors
@@ -68,6 +70,8 @@ def plan_whole_run(words: list[str]) -> int:
         else:
             with described_machine(per_host, None if room is None else int(room)):
                 args = parse_args(words)
+            if args.sglang_python == NOT_HERE:
+                print("SGLang is not installed here, so its flags were not checked.", file=sys.stderr)
         if not args.sources["num_gpus_per_node"].startswith("derived"):
             per_host = min(per_host, args.num_gpus_per_node)
         hosts = hosts or num_machines_needed(args, per_host)

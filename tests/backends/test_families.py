@@ -92,7 +92,7 @@ def test_the_trainer_refuses_a_family_that_was_not_compared(tmp_path, monkeypatc
     """The config of a model of the hub is known to the trainer first."""
     model = small_model(tmp_path / "model", "qwen3")
     monkeypatch.setattr(fsdp_backend, "is_verified", lambda kind, backend: False)
-    with pytest.raises(ValueError, match=r"is a qwen3, a family .* --allow-unverified-model"):
+    with pytest.raises(ValueError, match=r"is a qwen3: .* was never compared .* --allow-unverified-model"):
         backend_of(trainer_args(model))
     backend_of(trainer_args(model, allow_unverified_model=True))
 

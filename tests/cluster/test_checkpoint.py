@@ -214,12 +214,12 @@ def test_a_truncated_grown_or_missing_file_is_noticed_by_its_size(tmp_path, capl
     ("content", "why"),
     [
         (None, "manifest.json: the file is missing"),
-        (b"", "manifest.json: it is no manifest"),
-        (b"\xff\xfe\x00garbage", "manifest.json: it is no manifest"),
-        (b"[" * 100_000, "manifest.json: it is no manifest"),
-        (b"[1, 2]", "manifest.json: it is no manifest"),
+        (b"", "manifest.json: not a manifest"),
+        (b"\xff\xfe\x00garbage", "manifest.json: not a manifest"),
+        (b"[" * 100_000, "manifest.json: not a manifest"),
+        (b"[1, 2]", "manifest.json: not a manifest"),
         (b"{}", "KeyError: 'format_version'"),
-        (b'{"format_version": "2"}', "manifest.json: it is no manifest"),
+        (b'{"format_version": "2"}', "manifest.json: not a manifest"),
         (b'{"format_version": 2, "rollout_id": 1}', "its checksum does not fit"),
         (b'{"format_version": 1, "rollout_id": 1, "run_id": "x"}', "KeyError: 'num_pushes'"),
     ],
@@ -239,7 +239,7 @@ def test_when_no_checkpoint_is_whole_all_are_named(tmp_path):
     for rollout_id in (0, 1):
         flip(write(tmp_path, rollout_id).path / ROLLOUT)
     with pytest.raises(
-        ValueError, match=r"no checkpoint that is whole:\n.*step_0000001 is damaged.*\n.*step_0000000 is"
+        ValueError, match=r"no intact checkpoint:\n.*step_0000001 is damaged.*\n.*step_0000000 is"
     ):
         find_step(tmp_path, damage_of=by_content)
 

@@ -19,7 +19,7 @@ class Scripted(Requests):
     def _asked(self):
         return self.batches.pop(0) if self.batches else []
 
-    def _answer(self, row, state, rollout_id, text):
+    def _reply(self, row, state, rollout_id, text):
         pass
 
 

@@ -151,7 +151,7 @@ def test_files_that_are_no_text_say_what_they_are(tmp_path):
 
 def test_what_is_no_file_is_never_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(ValueError, match=r"pipe\.jsonl: it is no regular file"):
+    with pytest.raises(ValueError, match=r"pipe\.jsonl: it is not a regular file"):
         load(tmp_path / "pipe.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(

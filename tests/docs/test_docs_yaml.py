@@ -10,7 +10,7 @@ from docs_world import PLUGIN, ROOT, write
 from loop_helpers import flags
 from tiny_model import make_tiny_model
 
-from slime.cli import train
+from slime.cli import plan, train
 from slime.cli.tasks import TASKS
 
 BLOCK = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -84,6 +84,15 @@ def as_topology(world, block, capsys):
     dry_run(one_run(world, sglang_config="engines.yaml", rollout_engine="embedded"), capsys)
 
 
+def as_prefill_engines(world, block, capsys):
+    """No SGLang is needed to say where its engines would lie."""
+    write(world / "engines.yaml", block)
+    words = one_run(world, sglang_config="engines.yaml", rollout_engine="sglang", rollout_num_gpus=8)
+    assert plan.main([*words, "--place", "2x8"]) == 0
+    printed = capsys.readouterr()
+    assert "engine-3" in printed.out and "SGLang is not installed here" in printed.err
+
+
 def as_evaluation(world, block, capsys):
     write(world / "mytask/reward.py", PLUGIN)
     write(world / "vowels.jsonl", json.dumps({"prompt": "7 vowels>", "label": "aeiou"}) + "\n")
@@ -97,6 +106,7 @@ HOW = {
     "docs/evaluate.md:0": as_evaluation,
     "docs/own_task.md:0": as_part_of_a_run,
     "docs/algorithms.md:0": as_roles,
+    "docs/pd_disaggregation.md:0": as_prefill_engines,
     "docs/topology.md:0": as_topology,
 }
 

@@ -131,7 +131,7 @@ def test_the_address_of_a_balancer_that_was_stopped_is_nobody_s():
     with FakeEngine() as engine:
         with balanced([engine.url]) as (url, _):
             assert run(post(url))["output_ids"]
-        with pytest.raises(http_utils.HttpError, match="no answer after 1 attempts"):
+        with pytest.raises(http_utils.HttpError, match="no response after 1 attempts"):
             run(post(url))
 
 

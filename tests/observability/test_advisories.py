@@ -48,7 +48,7 @@ CASES = {
         {"rollout/raw_reward": [0.0], "rollout/special_ending_ratio": [0.9]},
         "90% of the responses end in a special token",
     ),
-    "answers_cut": (
+    "truncated_responses": (
         {"rollout/truncated_ratio": [0.75]},
         "75% of the responses .* --rollout-max-response-len 100",
     ),

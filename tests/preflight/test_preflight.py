@@ -136,7 +136,7 @@ def test_an_unknown_architecture(look, changed_model):
 def test_a_family_that_was_not_compared_needs_a_flag(look, changed_model):
     folder = changed_model(model_type="doge")
     [error] = errors(look(hf_checkpoint=str(folder)))
-    assert f"--hf-checkpoint: {folder} is a doge, a family whose training here was never compared" in error
+    assert f"--hf-checkpoint: {folder} is a doge: slime's training of this family was never compared" in error
     assert f"slime verify-model --hf-checkpoint {folder}" in error and "--allow-unverified-model" in error
     assert errors(look(hf_checkpoint=str(folder), allow_unverified_model=True)) == []
     assert errors(look(hf_checkpoint=str(folder), debug_rollout_only=True)) == []

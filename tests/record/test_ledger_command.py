@@ -45,9 +45,9 @@ def test_what_a_full_disk_took_from_the_ledger_is_told_once_and_missing_samples_
     assert found.unrecorded == [1, 2] and len(found.violations) == 2
     assert "1 events could not be written" in found.violations[0]
     assert "start 2 resumed from the checkpoint after step 2" in found.violations[1]
-    assert "does not say that steps [2] were trained" in found.violations[1]
+    assert "no event of the training of steps [2]" in found.violations[1]
     assert command.main(["audit", str(world.path.parent)]) == 1
-    assert "samples of steps [1, 2] are missing" in capsys.readouterr().out
+    assert "steps [1, 2]: samples are missing" in capsys.readouterr().out
 
 
 def test_the_command_says_what_it_found_and_ends_accordingly(world, capsys, tmp_path):

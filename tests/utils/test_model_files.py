@@ -109,7 +109,7 @@ def test_a_misspelt_folder_names_the_one_beside_it(monkeypatch, tmp_path):
 
 def test_a_folder_must_hold_a_model_and_where_prompts_are_made_a_tokenizer(tmp_path):
     (tmp_path / "weights.bin").write_text("")
-    assert "no config.json there" in why_not(tmp_path)
+    assert "it has no config.json" in why_not(tmp_path)
     check_model("--ref-load", str(tmp_path), whole=False)
     (tmp_path / "config.json").write_text("{}")
     check_model("--hf-checkpoint", str(tmp_path))

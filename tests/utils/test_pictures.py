@@ -70,7 +70,7 @@ def test_a_relative_path_is_also_looked_for_beside_the_prompt_file(folder):
         ("data:image/png", "without a comma"),
         ("gs://bucket/a.png", "gs:// is not read"),
         ("/no/such.png", "does not exist"),
-        (7, "int 7 is no picture"),
+        (7, "int 7 is not a picture"),
         ({"type": "image"}, "holds no picture"),
         ({"image": b"x", "max_pixels": 4}, "not a picture of a known kind"),
     ],

@@ -168,7 +168,7 @@ def test_a_server_that_lives_and_fails_on_a_request_is_asked_a_few_times_and_tol
 
 def test_an_absent_server_is_an_error_with_its_address():
     url = refused_url()
-    with pytest.raises(http_utils.HttpError, match=f"{url}.*no answer after 2 attempts"):
+    with pytest.raises(http_utils.HttpError, match=f"{url}.*no response after 2 attempts"):
         async_utils.run(http_utils.post(f"{url}/", {}, max_retries=1))
 
 

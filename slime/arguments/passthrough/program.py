@@ -68,7 +68,7 @@ class ProgramFlag:
             raise ValueError(f"{option} takes one value, found {len(words)}.")
         if wrong := [word for word in words if self.choices and word not in self.choices]:
             raise ValueError(f"{option} is {wrong[0]!r}: SGLang takes {', '.join(self.choices or ())}.")
-        reader: Callable[[str], Any] = {"int": int, "float": float}.get(self.kind or "", str)
+        reader = _READERS.get(self.kind or "", str)
         try:
             values = [reader(word) for word in words]
         except ValueError:
@@ -138,6 +138,23 @@ class ProgramFlags:
         if refused:
             raise Refused(refused)
         return values, words, notes
+
+
+class UncheckedFlags(dict[str, ProgramFlag]):
+    """Contains a flag for every option: the program is not installed, and a plan needs only its sizes."""
+
+    def get(self, option: str, default: Any = None) -> Any:
+        return ProgramFlag((option,), option.removeprefix("--").replace("-", "_"), "?", "number", None, "")
+
+    def __contains__(self, option: object) -> bool:
+        return True
+
+
+def _number_or_text(word: str) -> int | str:
+    return int(word) if word.isdecimal() else word
+
+
+_READERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "number": _number_or_text}
 
 
 def read_flag_rows(rows: list[dict[str, Any]]) -> dict[str, ProgramFlag]:

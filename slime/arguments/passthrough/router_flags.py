@@ -4,8 +4,9 @@ import functools
 import json
 import subprocess
 
-from slime.arguments.passthrough.program import ProgramFlags, read_flag_rows
-from slime.arguments.passthrough.sglang_flags import find_python
+from slime.arguments.passthrough.program import ProgramFlags, UncheckedFlags, read_flag_rows
+from slime.arguments.passthrough.sglang_flags import NOT_HERE, find_python
+from slime.utils.machine.described import described
 
 PREFIX = "--router-"
 _ASK_TIMEOUT_S = 120.0
@@ -42,8 +43,10 @@ print(json.dumps(rows))
 
 
 def need_router_python(reason: str) -> str:
-    """Return the interpreter of the router's own environment, without torch and broken torchvision."""
+    """Return the interpreter of the router's own environment, or `NOT_HERE` as `need_python` does."""
     python = find_python(None, ".venv-router", "sglang_router")
+    if python is None and described.get():
+        return NOT_HERE
     if python is None:
         raise ValueError(
             f"{reason} needs sglang-router, which is not installed: run `make sglang-env`, or "
@@ -55,6 +58,8 @@ def need_router_python(reason: str) -> str:
 @functools.cache
 def router_flags(python: str) -> ProgramFlags:
     """Return every option of the router that `python` has."""
+    if python == NOT_HERE:
+        return ProgramFlags("sglang-router", PREFIX, OWNED, UncheckedFlags())
     done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
     if done.returncode:
         raise ValueError(f"{python} has no sglang-router ({done.stderr.strip()[-300:]}).")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.core.devices import visible_gpus
-from slime.arguments.passthrough.program import ProgramFlags, read_flag_rows
+from slime.arguments.passthrough.program import ProgramFlags, UncheckedFlags, read_flag_rows
+from slime.utils.machine.described import described
 
 PREFIX = "--sglang-"
 _PACKAGE = Path(__file__).parents[2]
@@ -76,6 +77,8 @@ RENAMED = {
     "--mm-max-concurrent-calls": "",
 }
 
+NOT_HERE = "python"  # the interpreter of a plan on a machine without SGLang
+
 
 def find_python(given: str | None, environment: str = ".venv-sglang", module: str = "sglang") -> str | None:
     """Return the interpreter that has SGLang: the given one, that of `make sglang-env`, this one, or none."""
@@ -89,7 +92,10 @@ def find_python(given: str | None, environment: str = ".venv-sglang", module: st
 
 
 def need_python(given: str | None, reason: str) -> str:
+    """Return the interpreter; `NOT_HERE` where SGLang is missing and only a plan is made."""
     python = find_python(given)
+    if described.get() and python in (None, NOT_HERE):
+        return NOT_HERE
     if python is None:
         raise ValueError(
             f"{reason} needs SGLang, which is not installed: run `make sglang-env`, or give --sglang-python."
@@ -101,6 +107,8 @@ def need_python(given: str | None, reason: str) -> str:
 
 def server_flags(python: str) -> ProgramFlags:
     """Return the flags of the SGLang that `python` has; cached per version: asking takes half a minute."""
+    if python == NOT_HERE:
+        return ProgramFlags("SGLang", PREFIX, OWNED, UncheckedFlags(), left_out=_LEFT_OUT)
     cache = _cache_folder() / f"sglang-flags-{_installed_version(python)}.json"
     if not cache.exists():
         part = cache.with_suffix(f".{os.getpid()}")
