@@ -144,7 +144,7 @@ class RolloutWorkers:
         )
 
     def change(self, name: str, value: float) -> None:
-        """Change a setting in all workers, and in those that replace them."""
+        """Change a setting in all workers and in later replacements."""
         self._settings = replace(self._settings, changes={**self._settings.changes, name: value})
         self._call_all(lambda handle: handle.call(RolloutWorker.change, name, value))
 
