@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from slime.algorithms.reward_shaping import GREEDY_REWARD_KEY, overlong_penalty, subtract_baselines
@@ -18,6 +19,7 @@ from slime.batch.validate import check_distinct, check_masks, check_reward, vali
 from slime.catalog.estimators import ESTIMATORS
 from slime.utils import top_p
 from slime.utils.misc import load_function
+from slime.utils.packed_samples import values_of
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.types import RolloutBatch, Sample, TokenKey, flatten_samples, version_number
 
@@ -118,7 +120,7 @@ def compare_in_groups(
             )
         key = sample.group_index, sample.metadata.get(ROLE_KEY)
         groups.append(numbers.setdefault(key, len(numbers)))
-    lengths = [float(sum(_mask_of(sample))) for sample in samples]
+    lengths = [_sum_of(_mask_of(sample)) for sample in samples]
     scaled = estimator.scale_rewards and args.grpo_std_normalization
     return subtract_baselines(
         rewards,
@@ -206,7 +208,7 @@ def _convert(args: Flags, samples: list[Sample]) -> RolloutBatch:
     masks = [_mask_of(sample) for sample in samples]
     check_masks(masks)
     batch: RolloutBatch = {
-        "tokens": _rows([sample.tokens for sample in samples], torch.int64),
+        "tokens": _rows([values_of(sample, "tokens") for sample in samples], torch.int64),
         "response_lengths": [sample.response_length for sample in samples],
         "loss_masks": _rows(masks, torch.int32),
         "rewards": rewards,
@@ -214,7 +216,7 @@ def _convert(args: Flags, samples: list[Sample]) -> RolloutBatch:
         "raw_reward": [s.metadata.get("raw_reward", raw) for s, raw in zip(samples, raw_reward, strict=True)],
         "group_index": [-1 if sample.group_index is None else sample.group_index for sample in samples],
         "rollout_ids": rollout_ids,
-        "rollout_mask_sums": mask_sums_by_rollout([float(sum(mask)) for mask in masks], rollout_ids),
+        "rollout_mask_sums": mask_sums_by_rollout(map(_sum_of, masks), rollout_ids),
         "sample_indices": [position if s.index is None else s.index for position, s in enumerate(samples)],
         "truncated": [int(sample.status == Sample.Status.TRUNCATED) for sample in samples],
     }
@@ -232,11 +234,11 @@ def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
     keys: tuple[TokenKey, ...] = ("rollout_log_probs", "teacher_log_probs")
     for key in keys:
         if _all_or_none(samples, key):
-            batch[key] = _rows([getattr(s, key) for s in samples], torch.float32)
+            batch[key] = _rows([values_of(s, key) for s in samples], torch.float32)
     if _all_or_none(samples, "rollout_routed_experts"):
         batch["routed_experts"] = [torch.tensor(s.rollout_routed_experts) for s in samples]
     versions = [_token_versions(sample) for sample in samples]
-    if any(max(row, default=-1) >= 0 for row in versions):
+    if any((row >= 0).any() for row in versions):
         batch["versions"] = _rows(versions, torch.int32)
     if any(sample.train_metadata is not None for sample in samples):
         batch["metadata"] = [sample.train_metadata for sample in samples]
@@ -247,7 +249,7 @@ def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
 
 
 def _all_or_none(samples: list[Sample], name: str) -> bool:
-    missing = [s for s in samples if getattr(s, name) is None]
+    missing = [s for s in samples if values_of(s, name) is None]
     if missing and len(missing) < len(samples):
         raise ValueError(
             f"{len(missing)} of {len(samples)} samples have no {name}, first sample {missing[0].index} "
@@ -259,8 +261,8 @@ def _all_or_none(samples: list[Sample], name: str) -> bool:
 def _add_nuclei(args: Flags, batch: RolloutBatch, samples: Sequence[Sample]) -> None:
     """Add the token ids that samples were drawn from; without any it was the whole vocabulary."""
     missing = [sample for sample in samples if sample.rollout_top_p_token_offsets is None]
-    trained = [sample for sample in missing if any(_mask_of(sample))]
-    if trained and replays_nucleus(args):
+    trained = [s for s in missing if _sum_of(_mask_of(s))] if replays_nucleus(args) else []
+    if trained:
         raise ValueError(
             f"sample {trained[0].index} (group {trained[0].group_index}) does not carry the token ids that "
             f"it was drawn from (rollout_top_p_token_ids), which --rollout-top-p {args.rollout_top_p:g} "
@@ -288,14 +290,21 @@ def _loss_mask(sample: Sample) -> torch.Tensor:
     return torch.as_tensor(_mask_of(sample), dtype=torch.int32)
 
 
-def _mask_of(sample: Sample) -> Sequence[int]:
+def _mask_of(sample: Sample) -> Sequence[int] | npt.NDArray[Any]:
     if sample.remove_sample:
         return [0] * sample.response_length
-    return [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    mask: Sequence[int] | npt.NDArray[Any] | None = values_of(sample, "loss_mask")
+    return [1] * sample.response_length if mask is None else mask
+
+
+def _sum_of(mask: Sequence[int] | npt.NDArray[Any]) -> float:
+    return float(mask.sum() if isinstance(mask, np.ndarray) else sum(mask))
 
 
 def _rows(values: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
     """Return a tensor for each list of numbers; numpy reads all lists at once, ten times as fast as torch."""
+    if any(isinstance(value, np.ndarray) for value in values):  # samples of rollout workers
+        return [torch.as_tensor(np.asarray(value), dtype=dtype) for value in values]
     if not all(type(value) in (list, tuple) for value in values):
         return [torch.as_tensor(value, dtype=dtype) for value in values]
     sizes = [len(value) for value in values]
@@ -303,17 +312,17 @@ def _rows(values: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
     return list(torch.from_numpy(joined).split(sizes))
 
 
-def _token_versions(sample: Sample) -> list[int]:
+def _token_versions(sample: Sample) -> npt.NDArray[Any]:
     """[R] weight version number of each response token; -1: no version that is a number. If only versions of
     whole responses were recorded, the oldest is used for all tokens.
     """
     answers = [] if sample.version_spans else map(version_number, sample.weight_versions)
     oldest = min((number for number in answers if number is not None), default=-1)
-    versions = [oldest] * sample.response_length
+    versions = np.full(sample.response_length, oldest, np.int32)
     for version, start, end in sample.version_spans:
         number = version_number(version)
         if number is not None:
-            versions[start:end] = [number] * len(versions[start:end])
+            versions[start:end] = number
     return versions
 
 

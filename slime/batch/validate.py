@@ -5,6 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from slime.utils import top_p
 from slime.utils.types import RolloutBatch, Sample, TokenKey, is_score
 
@@ -27,9 +30,11 @@ def check_reward(sample: Sample, value: Any) -> float:
     )
 
 
-def check_masks(masks: Iterable[Sequence[float]]) -> None:
+def check_masks(masks: Iterable[Sequence[float] | npt.NDArray[Any]]) -> None:
     """Raise ValueError for values other than 0 and 1; the conversion to integers would hide some."""
     for mask in masks:
+        if isinstance(mask, np.ndarray) and ((mask == 0) | (mask == 1)).all():
+            continue
         if not {0, 1}.issuperset(mask):
             other = next(value for value in mask if value not in (0, 1))
             raise ValueError(f"a loss_mask contains {other!r}: a token is trained (1) or not (0).")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slime.utils.packed_samples import values_of
 from slime.utils.types import Sample
 
 # Name -> lowest value, highest value and number of bins of equal width. Most ratios are 1: a bin's middle.
@@ -36,12 +37,17 @@ class PieceBook:
 
     def write(self, connection: sqlite3.Connection, samples: Iterable[Sample]) -> None:
         """Write the text of ids that occur for the first time since the start."""
-        ids = sorted(set().union(*(sample.tokens for sample in samples)) - self._known)
+        ids = sorted(set().union(*map(_distinct_tokens, samples)) - self._known)
         if ids:
             texts = [text.encode("utf-8", "replace").decode() for text in self._pieces(ids)]
             rows = zip(ids, texts, strict=True)
             connection.executemany("INSERT OR IGNORE INTO pieces VALUES (?, ?)", rows)
             self._known.update(ids)
+
+
+def _distinct_tokens(sample: Sample) -> Iterable[int]:
+    held = values_of(sample, "tokens")
+    return np.unique(held).tolist() if isinstance(held, np.ndarray) else held
 
 
 def write_advantages(

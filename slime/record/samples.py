@@ -12,6 +12,7 @@ import numpy as np
 from slime.record.images import images_of_group
 from slime.record.texts import json_text, prompt_hash, prompt_text, storable
 from slime.utils import codec
+from slime.utils.packed_samples import values_of
 from slime.utils.types import Sample, flatten_samples
 
 _ALL_ONES = 1  # encodes a loss mask that trains the whole response
@@ -112,7 +113,7 @@ def _group_row(entry: Entry, rewards: Sequence[float | None]) -> tuple[object, .
 
 def _sample_row(sample: Sample, reward: float | None) -> tuple[object, ...]:
     failure = sample.reward_failure
-    mask = [0] * sample.response_length if sample.remove_sample else sample.loss_mask
+    mask = [0] * sample.response_length if sample.remove_sample else values_of(sample, "loss_mask")
     return (
         sample.index,
         sample.rollout_id,
@@ -123,8 +124,8 @@ def _sample_row(sample: Sample, reward: float | None) -> tuple[object, ...]:
         storable(sample.response),
         sample.response_length,
         encode_numbers(
-            sample.tokens,
-            sample.rollout_log_probs,
+            values_of(sample, "tokens"),
+            values_of(sample, "rollout_log_probs"),
             mask,
             sample.response_length,
             sample.version_spans,
@@ -149,9 +150,10 @@ def encode_numbers(
     mask = _as_list(mask)
     if mask is not None and len(mask) == length and mask.count(1) == length:
         mask = _ALL_ONES
+    ids = ids if isinstance(ids, np.ndarray) and ids.dtype == np.int32 else _as_list(ids)
     singles = None if log_probs is None else np.asarray(log_probs, "<f4")
     more = [storable(json_text(turns))] if turns else []
-    return codec.encode([_as_list(ids), singles, mask, [tuple(span) for span in versions], *more])
+    return codec.encode([ids, singles, mask, [tuple(span) for span in versions], *more])
 
 
 def read_tokens(connection: sqlite3.Connection, row: int) -> Tokens:
@@ -162,7 +164,7 @@ def read_tokens(connection: sqlite3.Connection, row: int) -> Tokens:
         return Tokens([], None, None, [], execution)
     ids, log_probs, mask, versions, *more = codec.decode(numbers)
     return Tokens(
-        ids,
+        _as_list(ids),
         _as_list(log_probs),
         [1] * length if mask == _ALL_ONES else mask,
         [(str(version), int(start), int(end)) for version, start, end in versions],

@@ -58,6 +58,12 @@ def packed_array(sample: Sample, name: str) -> npt.NDArray[Any] | None:
     return array
 
 
+def values_of(sample: Sample, name: str) -> Any:
+    """Return the values of a field as they are held, without making a list of an array."""
+    array = packed_array(sample, name)
+    return getattr(sample, name) if array is None else array
+
+
 def pack(sample: Sample) -> None:
     """Turn a sample into a packed one, in place. Values stay as they are, to the last bit."""
     if type(sample) is not Sample:  # a class of the user's own

@@ -5,8 +5,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from slime.arguments import PluginArgs
 from slime.rollout.prompt_groups import Group
+from slime.utils.packed_samples import values_of
 from slime.utils.types import Sample, flatten_samples, version_number
 from slime.wire.control import EngineControl
 
@@ -19,7 +22,7 @@ def oldest_version(group: Group) -> int | None:
         version_number(version)
         for sample in flatten_samples(group)
         for version, start, end in sample.version_spans
-        if sample.loss_mask is None or any(sample.loss_mask[start:end])
+        if (mask := values_of(sample, "loss_mask")) is None or np.any(mask[start:end])
     ]
     return min((number for number in numbers if number is not None), default=None)
 
