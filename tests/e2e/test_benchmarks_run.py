@@ -28,6 +28,7 @@ SLOW = {
     "long_tail": "--steps 3 --prompts 2 --median 4 --seeds 1 2 --eval-prompts 2",
     "rollout_overhead": "--sizes 50 --rounds 1 --concurrency 8",
     "rollout_scaling": "--sizes 20 40 --engines 1 3 --concurrency 8",
+    "rollout_workers": "--responses 16 --tokens 100 --workers 1 2 --engines 1",
     "engine_throughput": "--num-requests 4 --max-running 2 --longest 16 --rounds 1",
     "delta_sync": "--shape tiny --tokens 16",
 }
