@@ -1,10 +1,10 @@
 """What do long responses cost the driver, and how much faster do several rollout workers read them?
 
 Fake engines answer each group with prepared responses of many tokens at once, so that reading them is all the
-work there is. Each case of --workers makes the same rollout; one worker is the driver itself. Reported: seconds,
-CPU seconds of the driver, what the driver's memory grows by at its peak, and the same when the batch for the
-trainer has been made from the samples, too. Goals: with four workers the driver needs at most 10 s of CPU and
-2 GiB for 4,096 responses of 32,768 tokens, and the rollout takes a third of the time of one worker.
+work there is. Each case of --workers makes the same rollout; one worker is the driver itself. Reported are
+seconds, CPU seconds of the driver, what its memory grows by at its peak, and both once the batch for the
+trainer is made from the samples. Goals: with four workers the driver needs at most 10 s of CPU and 2 GiB for
+4,096 responses of 32,768 tokens, and the rollout takes a third of the time of one worker.
 
     python benchmarks/rollout_workers.py                    # the whole, for a machine with 16 cores
     python benchmarks/rollout_workers.py --responses 256    # on two cores
@@ -164,7 +164,7 @@ def main() -> int:
         ]
         for engine in engines:
             engine.start()
-        size = [here.recv() for _ in engines][0]
+        size, *_ = [here.recv() for _ in engines]
         print(f"{options.responses} responses of {options.tokens} tokens, {size / 2**20:.2f} MiB each")
         cases = []
         for workers in options.workers:

@@ -27,7 +27,7 @@ from slime.utils.packed_samples import pack
 from slime.utils.types import flatten_samples
 
 _POLL_S = 1.0  # how long a call for news waits
-_AT_ONCE = 64  # pieces of news that travel together
+_AT_ONCE = 16  # pieces of news that travel together; a group may be megabytes
 
 
 @dataclass(frozen=True, slots=True)
