@@ -112,7 +112,10 @@ def prepare_record(folder: Path, run_id: str, local: str | None = None) -> Path:
     _write(folder / PLACE_FILE, json.dumps(asdict(_Place(host, str(file), here))))
     logger.info("The record is written to %s on %s; %s gets a copy at every checkpoint.", file, host, folder)
     if place is not None:
-        logger.info("It continues from the copy there: %s had the record before.", place.host)
+        logger.warning(
+            "%s had the record of this run: it continues from the copy, and what came after that is made again.",
+            place.host,
+        )
     return file
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from loop_helpers import flags, make_world, series
-from network_hosts import ROOT, Host, environment, join_ray, network_hosts, ray_on, slow_cable
+from network_hosts import RAY, ROOT, Host, environment, join_ray, network_hosts, ray_on, slow_cable
 from patience import eventually
 from trapped_rank import TRAPS
 
@@ -88,15 +88,22 @@ def scene(world: Path, run: str, number: int = 2, traps=(), ray=None, **changes)
     values["train_env_vars"] = json.dumps({TRAPS: json.dumps(traps)})
     with network_hosts(number, shared=world) as hosts, ray_on(hosts, **(ray or {})) as address:
         line = [sys.executable, str(ROOT / "tests/support/trapped_rank.py"), json.dumps(traps), "train.py"]
-        env = [f"{k}={v}" for k, v in {**environment(), "RAY_ADDRESS": address}.items()]
-        line = hosts[0].command("env", "-C", str(world), *env, *line, *flags(world, run, **values))
-        with open(world / f"{run}.out", "w") as out:
-            process = subprocess.Popen(line, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
-        try:
-            yield Scene(hosts, world, run, process)
-        finally:
-            process.kill()
-            process.wait()
+        with driven_by(hosts, address, world, run, [*line, *flags(world, run, **values)]) as seen:
+            yield seen
+
+
+@contextlib.contextmanager
+def driven_by(hosts: list[Host], address: str, world: Path, run: str, line: list[str]) -> Iterator[Scene]:
+    """Start the driver on the first host."""
+    env = [f"{k}={v}" for k, v in {**environment(), "RAY_ADDRESS": address}.items()]
+    line = hosts[0].command("env", "-C", str(world), *env, *line)
+    with open(world / f"{run}.out", "w") as out:
+        process = subprocess.Popen(line, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+    try:
+        yield Scene(hosts, world, run, process)
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +255,27 @@ def test_copies_of_a_lost_host_are_on_its_neighbour_and_fewer_ranks_go_on(calm):
     assert restart["begins_from"].startswith("its state after step 2"), restart
     assert f"trainer-1 on {lost.name} ({lost.address})" in restart["cause"], restart
     assert_conserved(calm, "elastic")
+
+
+def test_the_drivers_host_dies_and_another_one_continues_with_the_copy_of_the_record(calm):
+    """The record is on the /tmp of the host that dies."""
+    more = {"save": calm / "moved-ckpt", "record_dir": "/tmp/records"}
+    line = [sys.executable, str(ROOT / "train.py"), *flags(calm, "moved", **{**RUN, **more})]
+    slime = (sys.executable, "-m", "slime")
+    with network_hosts(3, shared=calm) as hosts:
+        first, second = hosts[:2], hosts[1:]
+        with ray_on(first) as address, driven_by(first, address, calm, "moved", line) as seen:
+            seen.until_shown("step 3/")
+            first[0].kill()
+            seen.end()
+        on_another = second[0].run(*slime, "ledger", "audit", str(calm / "moved"), **environment())
+        assert "the record is on host0; its copy here is as of step 2, copied at " in on_another.stdout
+        assert on_another.returncode == 0, on_another.stdout
+        second[0].run(*RAY, "stop", "--force", **environment())
+        with ray_on(second) as address, driven_by(second, address, calm, "moved", line) as seen:
+            assert seen.end() == 0, seen.shown[-8000:]
+    assert "host0 had the record of this run: it continues from the copy" in seen.shown, seen.shown[-8000:]
+    assert_same_end(calm, "moved")
 
 
 def test_a_lost_host_that_nobody_replaces_ends_the_run_with_its_name(calm):
