@@ -46,7 +46,7 @@ class PluginArgs(argparse.Namespace, Flags):
     moe_router_topk: int | None
     overlapped_loop: bool
 
-    def change(self, name: str, value: float) -> None:
+    def change(self, name: str, value: object) -> None:
         """Set a value that changed during the run; every holder of this object sees it."""
         vars(self)[name] = value
 

@@ -8,16 +8,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Action:
-    """One action. `setting`: the flag whose value it changes; None: it changes no flag."""
+    """One action. `setting`: the flag whose value it changes; None: it changes no flag.
+
+    `of_engine`: its value is the address of an engine.
+    """
 
     title: str
     what: str
     setting: str | None = None
+    of_engine: bool = False
     low: float = 0.0  # a value must be above it
     high: float = math.inf  # and not above this
 
-    def wrong_value(self, value: float | None) -> str | None:
+    def wrong_value(self, value: float | str | None) -> str | None:
         """Return why a value is not valid; None: it is."""
+        if self.of_engine:
+            return None if isinstance(value, str) else "it takes an address, host:port"
+        if isinstance(value, str):
+            return f"{value!r} is not a number"
         if self.setting is None:
             return None if value is None else "it takes no value"
         if value is None or not math.isfinite(value) or not self.low < value <= self.high:
@@ -32,6 +40,8 @@ ACTIONS: dict[str, Action] = {
     "pause": Action("Pause", "wait after this step until you resume the run"),
     "resume": Action("Resume", "continue after a pause"),
     "stop": Action("Stop cleanly", "end after this step, with a checkpoint where the run keeps them"),
+    "add_engine": Action("Add an engine", "generate with this engine, too", of_engine=True),
+    "remove_engine": Action("Remove an engine", "generate without this engine", of_engine=True),
     "lr": Action("Learning rate", "the learning rate from the next step on (--lr)", "lr"),
     "temperature": Action(
         "Temperature", "the temperature of sampling (--rollout-temperature)", "rollout_temperature", high=10.0

@@ -52,6 +52,7 @@ _BY_GOAL = {
         "plot": "plot metrics of one or several runs, in the terminal or as a picture",
         "dashboard": "show runs in a browser: curves, samples, timeline, actions",
         "ask": "pause or stop a run, save or evaluate it now, change its learning rate",
+        "engines": "let engines join or leave a run",
         "note": "give a run tags and a note, which the dashboard shows",
         "trace": "write where each step spent its time, for Perfetto",
     },

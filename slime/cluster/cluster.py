@@ -18,6 +18,7 @@ from slime.cluster.rollout_manager import Generated, RolloutManager
 from slime.cluster.rollout_schedule import RolloutSchedule
 from slime.cluster.run_log import RunLog
 from slime.cluster.trainer import Trainer
+from slime.cluster.weight_push import WeightPush
 from slime.liveness import phases, waits
 from slime.record.actions import ASKED, DONE, REFUSED, ActionRow
 from slime.runtime.base import Future, Handle, Ready
@@ -197,7 +198,7 @@ class Requests:
         changed: dict[str, float] = {}
         for row in self._asked(DONE):
             setting = ACTIONS[row.name].setting if row.name in ACTIONS else None
-            if setting and row.value is not None and (row.rollout_id or 0) < cluster.schedule.start:
+            if setting and isinstance(row.value, float) and (row.rollout_id or 0) < cluster.schedule.start:
                 changed[setting] = row.value
         before, now = record.earlier[-1].settings, record.last.settings
         for setting, value in changed.items():
@@ -215,8 +216,10 @@ class Requests:
         if action is None or action.wrong_value(row.value):
             raise RequestRefused("this version of slime does not know it, or not with this value")
         if action.setting is not None:
-            assert row.value is not None, "a setting has a value"
+            assert isinstance(row.value, float), "a setting has a value"
             return self._set(end, action.setting, row.value)
+        if action.of_engine:
+            return self._change_engines(cluster, row)
         if row.name == "evaluate":
             if not cluster.args.eval_datasets:
                 raise RequestRefused("the run has nothing to evaluate on: give --eval-prompt-data")
@@ -233,6 +236,24 @@ class Requests:
             return f"saved after step {rollout_id + 1}"
         words = {"pause": "paused", "resume": "resumed", "stop": "ends here; without --save nothing is kept"}
         return words[row.name]
+
+    def _change_engines(self, cluster: Cluster, row: ActionRow) -> str:
+        """Let an engine join or leave the run."""
+        args, push = cluster.args, cluster.trainer.weight_push
+        if args.colocate or args.update_weight_mode == "delta" or args.debug_train_only:
+            raise RequestRefused(
+                "engines cannot join or leave with --colocate, or if weights are sent as deltas"
+            )
+        transport = push.transport if isinstance(push, WeightPush) else None
+        change = cluster.rollout.call_control(
+            RolloutManager.change_engines, row.name, str(row.value), transport
+        )
+        text, urls = change.result()
+        if not urls:
+            raise RequestRefused(text)
+        if isinstance(push, WeightPush):
+            push.know_engines(urls)
+        return text
 
     def _set(self, end: _StepEnd, setting: str, value: float) -> str:
         args = end.cluster.args

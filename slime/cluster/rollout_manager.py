@@ -298,7 +298,7 @@ class RolloutManager:
             metrics["rollout/special_ending_ratio"] = share_with_ending(samples)  # our own rewards cut it off
         return {**metrics, **extra}
 
-    def change_setting(self, name: str, value: float) -> None:
+    def change_setting(self, name: str, value: object) -> None:
         """Change a setting between two rollouts, also in the args of plug-ins."""
         # A module whose rollout function keeps groups in flight across rollouts brings this function.
         restart_pool = getattr(inspect.getmodule(self._rollout_fn), "restart_pool", None)
@@ -307,6 +307,23 @@ class RolloutManager:
         self._plugin_args.change(name, value)
         if (workers := current.current()) is not None:
             workers.change(name, value)
+
+    def change_engines(self, name: str, address: str, transport: str | None) -> tuple[str, tuple[str, ...]]:
+        """Let an engine join or leave; return what was done and all that generate, or why not and none."""
+        try:
+            if name == "add_engine":
+                url = self._engines.add_engine(address, transport)
+            else:
+                url = self._engines.remove_engine(address)
+        except (ValueError, RuntimeError, OSError) as error:
+            return str(error), ()
+        urls = self._engines.engines_that_generate
+        if (workers := current.current()) is not None:
+            workers.know_engines(urls)
+        self.change_setting("engine_urls", list(urls))
+        self.change_setting("rollout_num_engines", len(urls))
+        what = "joined with the current weights" if name == "add_engine" else "left"
+        return f"{url} {what}; engines that generate: {len(urls)}", urls
 
     # -- evaluation
 

@@ -7,7 +7,7 @@ import concurrent.futures
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,13 +51,12 @@ class RolloutWorkers:
 
     def __init__(self, args: Args, info: RunInfo, runtime: Runtime, durable: Ledger | None):
         self._args, self._runtime, self._ledger = args, runtime, durable
-        router = f"http://{info.sglang_router_ip}:{info.sglang_router_port}"
-        urls = [router, *info.engine_urls]
+        self._router = f"http://{info.sglang_router_ip}:{info.sglang_router_port}"
         self._settings = WorkerSettings(
             args,
             info,
             args.rollout_workers,
-            tuple((url, waits.known_as(url), http_utils.token_of(url)) for url in urls),
+            self._engines(info.engine_urls),
             changes={},
             ledger=None if durable is None else durable.for_worker(),
         )
@@ -143,7 +142,15 @@ class RolloutWorkers:
             self._call_all, lambda handle: handle.call(RolloutWorker.abort, scope), _ABORT_S
         )
 
-    def change(self, name: str, value: float) -> None:
+    def _engines(self, urls: Sequence[str]) -> tuple[tuple[str, str, str | None], ...]:
+        """Return address, name and token of the router and of each engine."""
+        return tuple((url, waits.known_as(url), http_utils.token_of(url)) for url in (self._router, *urls))
+
+    def know_engines(self, urls: Sequence[str]) -> None:
+        self._settings = replace(self._settings, engines=self._engines(urls))
+        self._call_all(lambda handle: handle.call(RolloutWorker.know_engines, self._settings.engines))
+
+    def change(self, name: str, value: object) -> None:
         """Change a setting in all workers and in later replacements."""
         self._settings = replace(self._settings, changes={**self._settings.changes, name: value})
         self._call_all(lambda handle: handle.call(RolloutWorker.change, name, value))

@@ -32,7 +32,7 @@ class WeightPush:
         engine_urls: tuple[str, ...],
     ):
         self._ranks, self._engines, self._residency = ranks, engines, residency
-        self._transport, self._engine_urls = transport, engine_urls
+        self.transport, self._engine_urls = transport, engine_urls
         self._senders = ranks.part(TrainActor.sender)
         self._run_id, self._dtype, self._live = run_id, dtype, TRANSPORTS[transport].live
         self.num_pushes = done
@@ -40,7 +40,12 @@ class WeightPush:
 
     def open_senders(self) -> None:
         """Tell the ranks which transport to use, and the addresses of the engines."""
-        self._ranks.call(TrainActor.open_sender, self._transport, self._engine_urls)
+        self._ranks.call(TrainActor.open_sender, self.transport, self._engine_urls)
+
+    def know_engines(self, urls: tuple[str, ...]) -> None:
+        """Tell the ranks the addresses of all engines, after one has joined or left."""
+        self._engine_urls = urls
+        self._senders.call(RankSender.know_engines, urls)
 
     def drain_spans(self, rollout_id: int) -> list[Span]:
         """Return the spans of pushes since the last call."""

@@ -77,7 +77,7 @@ class Page:
                 "runs": [run.summary() for run in self.runs.values()],
                 "shown": list(self.runs)[:_SHOWN_RUNS],  # the runs that are selected at first
                 "may_act": self.may_act,
-                "actions": {name: {**asdict(row), "high": None} for name, row in ACTIONS.items()},
+                "actions": {n: {**asdict(a), "high": None} for n, a in ACTIONS.items() if not a.of_engine},
             }
 
         return await self._in_thread(request, read)

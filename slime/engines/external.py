@@ -61,30 +61,32 @@ def read_address(address: str, flag: str = _FLAG) -> str:
     return f"{parts.scheme}://{host}:{port}"
 
 
-def discover(addresses: Sequence[str], hf_checkpoint: str | None) -> tuple[ExternalEngine, ...]:
+def discover(
+    addresses: Sequence[str], hf_checkpoint: str | None, flag: str = _FLAG
+) -> tuple[ExternalEngine, ...]:
     """Ask each address what it serves; raise a ValueError for the first that cannot be used."""
-    urls = [read_address(address) for address in addresses]
+    urls = [read_address(address, flag) for address in addresses]
     twice = sorted({url for url in urls if urls.count(url) > 1})
     if twice:
-        raise ValueError(f"{_FLAG} names {twice[0]} twice; write each engine once.")
-    engines = tuple(ExternalEngine(url, _ask(url)) for url in urls)
+        raise ValueError(f"{flag} names {twice[0]} twice; write each engine once.")
+    engines = tuple(ExternalEngine(url, _ask(url, flag)) for url in urls)
     config = read_config(hf_checkpoint) if hf_checkpoint else {}
     for engine in engines:
-        _check_model(engine, config, hf_checkpoint)
+        _check_model(engine, config, hf_checkpoint, flag)
         info, version = engine.info, str(engine.info.raw.get("version", ""))
         if version_tuple(version) and version_tuple(version) < info.dialect.oldest_version:
             raise ValueError(
-                f"{_FLAG}: the engine at {engine.url} is SGLang {version}; at least 0.5 is needed."
+                f"{flag}: the engine at {engine.url} is SGLang {version}; at least 0.5 is needed."
             )
     kinds = {engine.info.dialect.name for engine in engines}
     if len(kinds) > 1:
         raise ValueError(
-            f"{_FLAG}: the engines speak different dialects ({', '.join(sorted(kinds))}); use one version."
+            f"{flag}: the engines speak different dialects ({', '.join(sorted(kinds))}); use one version."
         )
     return engines
 
 
-def _ask(url: str) -> EngineInfo:
+def _ask(url: str, flag: str) -> EngineInfo:
     try:
         info = run(EngineControl(url, _ASK_DEADLINE_S).info())
         if not info.model_path:
@@ -92,15 +94,17 @@ def _ask(url: str) -> EngineInfo:
     except (http_utils.HttpError, waits.WaitTimeout, TimeoutError) as error:
         answers = isinstance(error, http_utils.HttpError) and error.status
         what = f"{url} responds, but not as an engine" if answers else f"no engine responds at {url}"
-        raise ValueError(f"{_FLAG}: {what} ({error}); start it, or correct the address.") from None
+        raise ValueError(f"{flag}: {what} ({error}); start it, or correct the address.") from None
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{_FLAG}: {url} responds, but not with an engine's server info ({error}); correct the address."
+            f"{flag}: {url} responds, but not with an engine's server info ({error}); correct the address."
         ) from None
     return info
 
 
-def _check_model(engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint: str | None) -> None:
+def _check_model(
+    engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint: str | None, flag: str
+) -> None:
     """Compare the model, as far as the engine reports it or its folder can be read from here."""
     info = engine.info
     said = {**info.raw, "vocab_size": info.vocab_size}
@@ -108,7 +112,7 @@ def _check_model(engine: ExternalEngine, ours: Mapping[str, Any], hf_checkpoint:
     for key in _CONFIG_KEYS:
         if key in ours and key in theirs and ours[key] != theirs[key]:
             raise ValueError(
-                f"{_FLAG}: the engine at {engine.url} serves {info.model_path} with {key} {theirs[key]}, "
+                f"{flag}: the engine at {engine.url} serves {info.model_path} with {key} {theirs[key]}, "
                 f"but --hf-checkpoint {hf_checkpoint} has {ours[key]}; it must serve the same model."
             )
 

@@ -128,7 +128,7 @@ class EngineFleet:
         return any(server.url == url and self._serves(server) for server in self.servers)
 
     def _serves(self, server: FleetServer) -> bool:
-        return server not in self._out and server.alive()
+        return server in self.servers and server not in self._out and server.alive()
 
     def _owes_heartbeat(self, server: FleetServer) -> bool:
         return self._serves(server) and not self.asleep
@@ -156,12 +156,43 @@ class EngineFleet:
             server.wait_ready()
             waits.know_as(server.url, server.plan.name)
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
-        if self._policy.silence_limit_s:
-            for server in self.servers:
-                owes = functools.partial(self._owes_heartbeat, server)
-                for part in getattr(server, "parts", (server,)):  # of one over several machines
-                    self._heartbeats.add(HttpBeat(part, owes, self._heartbeat_path))
+        for server in self.servers:
+            self._expect_heartbeats(server)
         return self.urls
+
+    def _expect_heartbeats(self, server: FleetServer) -> None:
+        if self._policy.silence_limit_s:
+            owes = functools.partial(self._owes_heartbeat, server)
+            for part in getattr(server, "parts", (server,)):  # of one over several machines
+                self._heartbeats.add(HttpBeat(part, owes, self._heartbeat_path))
+
+    def admit(self, server: FleetServer) -> None:
+        """Let an engine that is ready join: it gets the current weights, and then requests."""
+        server.wait_ready()
+        waits.know_as(server.url, server.plan.name)
+        with self._membership:
+            self._out.append(server)
+            self.servers = (*self.servers, server)
+            try:
+                self._bring_up_to_date(server.url)
+            except BaseException:
+                self._forget(server)
+                raise
+            finally:
+                self._out.remove(server)
+        self._expect_heartbeats(server)
+        if self._rotation is not None:
+            self._rotation.add(server)
+
+    def dismiss(self, server: FleetServer) -> None:
+        """Let an engine leave: its requests are sent to others, and it ends if it is ours."""
+        self._leave_rotation(server)
+        with self._membership:
+            self._forget(server)
+        server.stop()
+
+    def _forget(self, server: FleetServer) -> None:
+        self.servers = tuple(other for other in self.servers if other is not server)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[list[str]]:
@@ -260,6 +291,8 @@ class EngineFleet:
         try:
             server.wait_ready()
             with self._membership:
+                if server not in self.servers:  # dismissed while it was restarting
+                    return
                 try:
                     self._bring_up_to_date(server.url)
                 except RunStopped as error:

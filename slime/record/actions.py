@@ -24,7 +24,7 @@ class ActionRow:
     id: int
     time: float
     name: str
-    value: float | None
+    value: float | str | None  # a text: the address of an engine
     who: str
     state: str
     reply_time: float | None
@@ -32,7 +32,7 @@ class ActionRow:
     reply: str | None
 
 
-def ask(run_dir: str | Path, name: str, value: float | None, who: str) -> int:
+def ask(run_dir: str | Path, name: str, value: float | str | None, who: str) -> int:
     """Write a request into the record of a run, and return its number. ValueError: it is not valid."""
     file = record_file(Path(run_dir))
     if name not in ACTIONS:

@@ -113,7 +113,7 @@ def prepare_record(folder: Path, run_id: str, local: str | None = None) -> Path:
     logger.info("The record is written to %s on %s; %s gets a copy at every checkpoint.", file, host, folder)
     if place is not None:
         logger.warning(
-            "%s had the record of this run: it continues from the copy, and what came after that is made again.",
+            "%s had the record of this run: it continues from the copy; what came after that is made again.",
             place.host,
         )
     return file

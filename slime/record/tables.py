@@ -93,7 +93,7 @@ CREATE TABLE IF NOT EXISTS actions (
     id INTEGER PRIMARY KEY,
     time REAL NOT NULL,             -- when it was requested
     name TEXT NOT NULL,             -- a row of slime.catalog.actions
-    value REAL,
+    value REAL,                     -- text for actions of engines: an address
     who TEXT NOT NULL,              -- page, command line, ...
     state TEXT NOT NULL,            -- asked, done or refused
     answered REAL,

@@ -83,6 +83,46 @@ def test_engines_report_the_ports_they_bound(make):
     )
 
 
+class Rotating(list):
+    """A rotation: the addresses that get requests."""
+
+    def add(self, server):
+        self.append(server.url)
+
+
+def test_an_engine_joins_with_the_current_weights_and_another_leaves_for_good(make, tmp_path):
+    fleet, rotation = make(size=1), Rotating()
+    [first] = fleet.start()
+    fleet.fleet.follow(rotation)
+    rotation.add(fleet.servers[0])
+    newcomer = EngineServer(fleet._plan(tmp_path, 7, PATIENCE_S))
+    newcomer.launch()
+    served_before = []
+    fleet.on_join_probe = lambda: served_before.append((list(rotation), fleet.fleet.is_alive(newcomer.url)))
+    fleet.fleet.admit(newcomer)
+    assert fleet.joined == [newcomer.url] and served_before == [([first], False)]
+    assert rotation == [first, newcomer.url] and fleet.fleet.is_alive(newcomer.url)
+    fleet.fleet.dismiss(fleet.servers[0])
+    assert rotation == [newcomer.url] and fleet.fleet.urls == (newcomer.url,)
+    assert not fleet.servers[0].alive() and fleet.fleet.num_restarts == 0
+    newcomer_pid = newcomer.pid
+    os.kill(newcomer_pid, signal.SIGKILL)  # watched as the others are
+    eventually(lambda: fleet.fleet.num_restarts == 1)
+    assert rotation == [newcomer.url] and newcomer.pid != newcomer_pid
+
+
+def test_an_engine_that_refuses_the_weights_does_not_join(make, tmp_path):
+    fleet = make(size=1)
+    urls = fleet.start()
+    newcomer = EngineServer(fleet._plan(tmp_path, 7, PATIENCE_S))
+    newcomer.launch()
+    fleet.fail_join = True
+    with pytest.raises(RuntimeError, match="it refused the weights"):
+        fleet.fleet.admit(newcomer)
+    newcomer.stop()
+    assert fleet.fleet.urls == urls and fleet.fleet.num_restarts == 0
+
+
 def test_a_dead_engine_comes_back_on_its_port_and_is_brought_up_to_date(make):
     fleet = make(size=2)
     urls = fleet.start()

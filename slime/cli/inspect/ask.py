@@ -18,7 +18,10 @@ from slime.utils.printable import printable
 
 _POLL_S = 0.5
 _NOT_DONE = 1  # exit code
-_USAGES = {name: f"{name} NUMBER" if action.setting else name for name, action in ACTIONS.items()}
+_USAGES = {
+    name: f"{name} {'NUMBER' if action.setting else 'ADDRESS' if action.of_engine else ''}".rstrip()
+    for name, action in ACTIONS.items()
+}
 
 
 @command
@@ -31,20 +34,17 @@ def main(argv: Sequence[str]) -> int:
     if not words:
         print("\n".join(_listed(folder)))
         return 0
-    number = _ask(folder, words)
+    number = request(folder, words)
     print("requested: it takes effect after the current step", flush=True)
-    return 0 if options.no_wait else _wait_for_reply(folder, number)
+    return 0 if options.no_wait else wait_for_reply(folder, number)
 
 
-def _ask(folder: Path, words: list[str]) -> int:
+def request(folder: Path, words: list[str]) -> int:
     """Write the request and return its number; ValueError where the run cannot take it."""
     name, values = words[0].replace("-", "_"), words[1:]
     if len(values) > 1:
         raise ValueError(f"unexpected {values[1]!r}: an action takes at most one value.")
-    try:
-        value = float(values[0]) if values else None
-    except ValueError:
-        raise ValueError(f"{words[0]}: {values[0]!r} is not a number.") from None
+    value = _number(values[0]) if values else None
     if name not in ACTIONS:
         raise ValueError(f"{words[0]!r} is not an action; choose from {', '.join(ACTIONS)}.")
     state = RunFolder(folder, "run").state
@@ -56,7 +56,14 @@ def _ask(folder: Path, words: list[str]) -> int:
     return ask(folder, name, value, "slime ask")
 
 
-def _wait_for_reply(folder: Path, number: int) -> int:
+def _number(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word  # an address
+
+
+def wait_for_reply(folder: Path, number: int) -> int:
     """Print the reply of the run, or that it ended without one."""
     run = RunFolder(folder, "run")
     while True:
@@ -83,7 +90,8 @@ def _listed(folder: Path) -> list[str]:
     with contextlib.suppress(RecordError):
         for row in _rows(folder)[-10:]:
             when = time.strftime("%H:%M:%S", time.localtime(row.time))
-            value = "" if row.value is None else f" {row.value:g}"
+            shown = f"{row.value:g}" if isinstance(row.value, float) else row.value
+            value = "" if shown is None else f" {shown}"
             lines.append(printable(f"{when} {row.name}{value}, {row.who}: {row.reply or 'no reply yet'}"))
     return lines
 

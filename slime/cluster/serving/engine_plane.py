@@ -11,8 +11,10 @@ from typing import Any
 
 from slime.arguments import Args, RunInfo
 from slime.arguments.groups.topology import EVALUATION_ENGINES
+from slime.catalog.deadlines import timeout_s
 from slime.cluster.serving.engine_weights import EngineWeights
 from slime.cluster.serving.served_model import ModelService, make_servers, ranks_on_engines
+from slime.engines.external import ExternalServer, discover, read_address
 from slime.runtime.base import P, R, Runtime
 from slime.runtime.placement import Placement
 from slime.utils.async_utils import in_background, run
@@ -87,6 +89,33 @@ class EnginePlane:
                 f"an engine was lost as soon as it had started: {error}; its log is in "
                 f"{self._run.run_dir}/logs."
             ) from error
+
+    def add_engine(self, address: str, transport: str | None) -> str:
+        """Let an engine of somebody else join, and return its address. ValueError: it cannot be used."""
+        url = read_address(address, "add_engine")
+        if url in self._fleet.urls:
+            raise ValueError(f"{url} is an engine of this run already")
+        self._run.engine_token.use_for(url)
+        [engine] = discover([address], self._args.hf_checkpoint, "add_engine")
+        server = ExternalServer(engine, timeout_s(self._args, "engine-start"))
+        ours, info = self._ask(self.urls[0]), engine.info
+        if info.dialect.name != ours.dialect.name or engine.worker_type != "regular":
+            kinds = f"{info.dialect.name} ({engine.worker_type}), the run's are {ours.dialect.name} (regular)"
+            raise ValueError(f"{url} is of another kind than the engines of this run: {kinds}")
+        if transport is not None and transport not in server.transports(info):
+            raise ValueError(f"{url} cannot take weights by the transport {transport}, which this run uses")
+        self._policy.add_engine(server)
+        return url
+
+    def remove_engine(self, address: str) -> str:
+        """Let an engine leave, and return its address. ValueError: there is no such engine, or no other."""
+        url = read_address(address, "remove_engine")
+        self._policy.remove_engine(url)
+        return url
+
+    @property
+    def engines_that_generate(self) -> tuple[str, ...]:
+        return self._policy.urls
 
     @property
     def transports(self) -> tuple[str, ...]:

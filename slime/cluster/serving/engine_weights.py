@@ -56,7 +56,8 @@ class EngineWeights:
     """
 
     def __init__(self, args: Args, shm_prefix: str, gpu_ids: tuple[tuple[int, ...], ...], fleet: EngineFleet):
-        self._args, self._shm_prefix, self._gpu_ids, self._fleet = args, shm_prefix, gpu_ids, fleet
+        self._args, self._shm_prefix, self._fleet = args, shm_prefix, fleet
+        self._gpu_ids = dict(zip(fleet.servers, gpu_ids, strict=False))  # engines that join later have none
         self._members: dict[str, Member] = {}
         self._released: frozenset[Tag] = frozenset()  # parts of their memory that engines hold no more
         self._live: contextlib.ExitStack | None = None  # keeps the membership as it is in a live push
@@ -73,11 +74,11 @@ class EngineWeights:
 
     def info(self, url: str) -> EngineInfo:
         """Return what an engine reports of itself; each engine process is asked once."""
-        place = self._fleet.urls.index(url)
-        life = self._fleet.pids[place] or 0
+        server = next(server for server in self._fleet.servers if server.url == url)
+        life = server.pid or 0
         member = self._members.get(url)
         if member is None or member.life != life:
-            member = Member(run(EngineControl(url).info()), life, self._gpu_ids[place])
+            member = Member(run(EngineControl(url).info()), life, self._gpu_ids.get(server, ()))
             self._members[url] = member
         return member.info
 

@@ -107,6 +107,10 @@ class Rotations:
             if endpoint.front is not None  # a single engine is asked directly
         }
 
+    def include(self, server: FleetServer, front: Rotation) -> None:
+        """Notify `front` of an engine that joins later."""
+        self._rotation_of[server.url] = front
+
     def add(self, server: FleetServer) -> None:
         if server.url in self._rotation_of:
             self._rotation_of[server.url].add(server)
@@ -157,9 +161,31 @@ class ModelService:
             self._endpoints = [open_endpoint(args, run_, plan, self._shared, name, port)]
         if self._reserved:
             self._endpoints.append(open_endpoint(args, run_, plan, self._reserved, f"reserved-{name}", None))
-        self.fleet.follow(Rotations(self._endpoints))
+        self._rotations = Rotations(self._endpoints)
+        self.fleet.follow(self._rotations)
         first, *others = [(endpoint.host, endpoint.port) for endpoint in self._endpoints]
         return first, others[0] if others else None
+
+    def add_engine(self, server: FleetServer) -> None:
+        """Let an engine join the ones that generate. ValueError: it cannot."""
+        front = self._endpoints[0].front
+        if front is None:
+            raise ValueError(
+                "this run asks its only engine directly: start it with --sglang-router-port 0, which puts a "
+                "load balancer in front of it"
+            )
+        self._rotations.include(server, front)
+        self.fleet.admit(server)
+        self._shared = (*self._shared, server)
+
+    def remove_engine(self, url: str) -> None:
+        """Let an engine leave. ValueError: it is unknown here, or the last one that generates."""
+        found = [server for server in self._shared if server.url == url]
+        if not found or len(self._shared) == 1:
+            why = "it is the only engine that generates" if found else "no such engine generates"
+            raise ValueError(f"{url}: {why}; there are {', '.join(self.urls)}")
+        self.fleet.dismiss(found[0])
+        self._shared = tuple(server for server in self._shared if server.url != url)
 
     def close(self) -> None:
         for router in self._routers:

@@ -57,10 +57,9 @@ class RankSender:
         transport: str,
         engine_urls: tuple[str, ...],
     ):
-        for url in engine_urls:
-            run.engine_token.use_for(url)
         self._args, self._run, self._rank, self._backend = args, run, rank, backend
-        self._plugin_args, self._engine_urls = plugin_args, engine_urls
+        self._plugin_args = plugin_args
+        self.know_engines(engine_urls)
         live, self._content = TRANSPORTS[transport].live, TRANSPORTS[transport].content
         self._quantization = served_config(self._policy_path) if args.rollout_quantization == "fp8" else None
         # The format that engines were started with, else that of their checkpoint.
@@ -75,6 +74,12 @@ class RankSender:
         if rank == 0:
             make_sender = LateCopySender if live else transport_of(transport).make_sender
             self._sender = make_sender(self._sender_options())
+
+    def know_engines(self, urls: tuple[str, ...]) -> None:
+        """Learn the addresses of all engines, again when one has joined or left."""
+        self._engine_urls = urls
+        for url in urls:
+            self._run.engine_token.use_for(url)
 
     def _open_live(self, transport: str) -> None:
         layout, every_rank = self._backend.layout, TRANSPORTS[transport].every_rank

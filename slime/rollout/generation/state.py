@@ -109,7 +109,7 @@ class GenerateState(metaclass=OnePerArgs):
         held = self._access.get(loop)
         if held is None:
             held = self._access[loop] = {}
-        if engines not in held:
+        if engines not in held or held[engines].is_outdated:
             held[engines] = _Access(self.args, engines)
         return held[engines]
 
@@ -167,10 +167,16 @@ class _Access:
         reserved = engines == EVALUATION_ENGINES
         num_engines = args.eval_num_engines if reserved else max(1, args.rollout_num_engines)
         most = args.sglang_server_concurrency * num_engines
+        self._num_engines = None if reserved else args.rollout_num_engines
         self.samples = Limit(most)
         cap = args.max_tokens_in_flight
         self.tokens = None if cap is None else Limit(cap)
         self._args, self._max_running = args, most
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return whether engines have joined or left, so that more or fewer requests are wanted."""
+        return self._num_engines not in (None, self._args.rollout_num_engines)
 
     @functools.cached_property
     def client(self) -> EngineClient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from slime.rollout.prompt_groups import Group
@@ -16,8 +17,11 @@ class GroupRunner(Protocol):
     async def abort(self, scope: str) -> None:
         """Abort the requests that workers have sent for scopes of this name or prefix."""
 
-    def change(self, name: str, value: float) -> None:
+    def change(self, name: str, value: object) -> None:
         """Change a setting of the run in all workers."""
+
+    def know_engines(self, urls: Sequence[str]) -> None:
+        """Tell all workers the addresses of the engines, after one has joined or left."""
 
     def close(self) -> None:
         """End all workers."""

@@ -66,7 +66,7 @@ class WorkerSettings:
     info: RunInfo
     num_workers: int
     engines: tuple[tuple[str, str, str | None], ...]  # address, name and token of each
-    changes: dict[str, float]  # settings that were changed during the run
+    changes: dict[str, object]  # settings that were changed during the run
     ledger: dict[str, Any] | None
 
 
@@ -83,9 +83,7 @@ class RolloutWorker:
         for name in ("sglang_server_concurrency", "max_tokens_in_flight"):
             if (limit := getattr(args, name)) is not None:
                 self._args.change(name, math.ceil(limit / count))
-        for url, known_as, token in settings.engines:
-            waits.know_as(url, known_as)
-            http_utils.authorize(url, token)
+        self.know_engines(settings.engines)
         self._news: queue.SimpleQueue[AnyNote | Done] = queue.SimpleQueue()
         self._jobs: dict[int, tuple[asyncio.Task[None], RequestScope]] = {}
         self._ledger = None if settings.ledger is None else Ledger(self, **settings.ledger)
@@ -157,8 +155,13 @@ class RolloutWorker:
                 together.rids |= scope.rids
         await sglang_rollout.abort_scope(self._args, together)
 
-    def change(self, name: str, value: float) -> None:
+    def change(self, name: str, value: object) -> None:
         self._args.change(name, value)
+
+    def know_engines(self, engines: tuple[tuple[str, str, str | None], ...]) -> None:
+        for url, known_as, token in engines:
+            waits.know_as(url, known_as)
+            http_utils.authorize(url, token)
 
     def close(self) -> None:
         turn_gate.forget_all()

@@ -41,7 +41,7 @@ export async function render(main, context) {
     tick();
     unlock.hidden = !can || !isLive(state) || api.hasToken();
     for (const element of main.querySelectorAll(".acts button, .acts input")) element.disabled = !can || !isLive(state) || !api.hasToken() || element.dataset.action === (state === "paused" ? "pause" : "resume");
-    fill(body, rows.length ? rows.reverse().map((row) => h("tr", {}, h("td", {}, clock(row.time)), h("td", {}, row.name, row.value !== null && ` ${num(row.value)}`), h("td", {}, row.who), h("td", {}, h("span", { class: `badge ${row.state === "done" ? "finished" : row.state === "refused" ? "ended" : "running"}` }, row.state)), h("td", {}, row.reply || ""))) : h("tr", {}, h("td", { colSpan: 5, class: "dim" }, "No actions yet.")));
+    fill(body, rows.length ? rows.reverse().map((row) => h("tr", {}, h("td", {}, clock(row.time)), h("td", {}, row.name, row.value !== null && ` ${typeof row.value === "number" ? num(row.value) : row.value}`), h("td", {}, row.who), h("td", {}, h("span", { class: `badge ${row.state === "done" ? "finished" : row.state === "refused" ? "ended" : "running"}` }, row.state)), h("td", {}, row.reply || ""))) : h("tr", {}, h("td", { colSpan: 5, class: "dim" }, "No actions yet.")));
   }
   context.settings = await api.get(api.run(key, "/settings")).catch(() => ({}));
   const actions = Object.entries(context.info.actions);
