@@ -29,6 +29,12 @@ class Layout:
     pp_rank: int = 0
 
     @property
+    def place_in_stage(self) -> tuple[int, int]:
+        """Return this rank's index among the ranks of its pipeline stage, and their number."""
+        index = (self.dp_rank * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
+        return index, self.dp_size * self.cp_size * self.tp_size
+
+    @property
     def is_first_of_stage(self) -> bool:
         """Whether this is the first rank of its pipeline stage; experts are spread over the stage's other
         ranks.

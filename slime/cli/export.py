@@ -73,7 +73,7 @@ def merge_adapter(adapter: Path, target: Path, model: str | None = None) -> None
 
     with alone():
         buckets = in_buckets(merged(), _BUCKET_BYTES, None)
-        hf_folder.save(buckets, target, base, hf_folder.dtype_of(base), rank=0)
+        hf_folder.save(buckets, target, base, hf_folder.dtype_of(base))
 
 
 def _copy(model: Path, target: Path, *, adapter_only: bool) -> None:

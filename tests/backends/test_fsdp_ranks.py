@@ -1,5 +1,8 @@
 """Two ranks do what one does: same loss and weights after SGD steps, checkpoints exchangeable both ways."""
 
+import errno
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,9 +13,11 @@ from trainer_helpers import init_process_group, meeting_point, random_samples, t
 
 from slime.backends.fsdp import create_backend
 from slime.backends.fsdp.model import gather_full
+from slime.backends.shared import hf_folder
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
 from slime.step.training_step import TrainingStep
+from slime.utils.files.safetensors_files import all_files, read_index, read_tensors
 
 
 def settings(model, **changes):
@@ -65,10 +70,29 @@ def work(rank, world_size, address, folder, model):
         }
     results["adam"] = save_and_resume(rank, world_size, folder, model, samples)
     backend.save_hf(folder / f"hf_{world_size}")
+    results["written"] = save_by_buckets(backend, folder / f"split_{world_size}")
     if rank == 0:
         torch.save(results, folder / f"results_{world_size}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def save_by_buckets(backend, path):
+    """Save the model in many files; return the number that each rank wrote, and errors of a full disk."""
+    backend.args = backend.args.replace(update_weight_buffer_size=20_000)
+    plain, own = hf_folder.write_tensors, []
+    with mock.patch.object(hf_folder, "write_tensors", lambda *a: (own.append(a[0].name), plain(*a))[1]):
+        backend.save_hf(path)
+
+    def full(file, tensors):
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    failing = full if backend.rank == dist.get_world_size() - 1 else plain
+    with mock.patch.object(hf_folder, "write_tensors", failing), pytest.raises(OSError) as raised:
+        backend.save_hf(path.with_name("full"))
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (len(own), raised.value.errno))
+    return found
 
 
 def save_and_resume(rank, world_size, folder, model, samples):
@@ -124,3 +148,18 @@ def test_two_ranks_write_a_whole_hf_folder(outcome):
     assert saved.keys() == load_file(folder / "tiny" / "model.safetensors").keys()
     trained = {f"actor {name}": tensor for name, tensor in saved.items()}
     torch.testing.assert_close(trained, results[2][list(VARIANTS)[-1]]["weights"], rtol=0, atol=0)
+
+
+def test_ranks_write_the_files_of_a_model_side_by_side(outcome):
+    results, folder = outcome
+    for ranks in (1, 2):
+        parts = dict(read_tensors(all_files(folder / f"split_{ranks}")))
+        whole = dict(read_tensors(all_files(folder / f"hf_{ranks}")))
+        torch.testing.assert_close(parts, whole, rtol=0, atol=0)
+        assert set(read_index(folder / f"split_{ranks}")) == set(whole)
+        counts = [count for count, _ in results[ranks]["written"]]
+        assert sum(counts) == len(all_files(folder / f"split_{ranks}")) > 4
+        assert max(counts) - min(counts) <= 1
+        # A disk that is full for one rank is an error on all, and nothing appears.
+        assert [number for _, number in results[ranks]["written"]] == [errno.ENOSPC] * ranks
+    assert not (folder / "full").exists()

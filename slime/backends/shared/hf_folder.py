@@ -1,12 +1,14 @@
-"""Writes a folder for `from_pretrained` from a stream of weight buckets, atomically."""
+"""Writes a folder for `from_pretrained` from streams of weight buckets, by all ranks together, atomically."""
 
 import itertools
 import logging
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,64 +46,117 @@ def dtype_of(source: str) -> torch.dtype:
     return AutoConfig.from_pretrained(source).dtype or torch.float32
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a folder that a rank writes: each `count`-th bucket of its pipeline stage, from `index`."""
+
+    stage: int = 0
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Share()
+
+
+class Written(NamedTuple):
+    """One file of weights: its place among those of the folder, and the bytes of each tensor."""
+
+    place: tuple[int, int]  # stage and bucket
+    sizes: dict[str, int]
+
+    @property
+    def part(self) -> str:
+        return "part-{}-{}".format(*self.place)
+
+
 def save(
-    buckets: Iterator[Bucket], path: Path, source: str, dtype: torch.dtype, rank: int, *, scalar: bool = False
+    buckets: Iterator[Bucket],
+    path: Path,
+    source: str,
+    dtype: torch.dtype,
+    share: Share = WHOLE,
+    *,
+    scalar: bool = False,
 ) -> None:
-    """Write config, generation config, tokenizer and safetensors next to `path`, then rename. Rank 0 writes.
+    """Write config, generation config, tokenizer and safetensors next to `path`, then rename.
 
-    `source` is the HF model the weights were trained from; all ranks walk through `buckets`. With `scalar`
-    the weights are those of a sequence classification with one label: a reward model.
+    `source` is the HF model the weights were trained from. All ranks walk through the buckets of their stage
+    and write their share of them, side by side; rank 0 writes the rest. With `scalar` the weights are those
+    of a sequence classification with one label: a reward model.
     """
-    # Heavy import, only needed where a model is saved.
-    from transformers import AutoConfig, GenerationConfig
-
     temporary = path.with_name(path.name + ".tmp")
+    rank = dist.get_rank()
     if rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    files: list[dict[str, int]] = []
-    for bucket in buckets:
-        if rank == 0:
-            files.append(_write_bucket(temporary / f"part-{len(files)}", bucket))
+    dist.barrier()
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, _write_share(buckets, temporary, share))
+    if (failure := next((one for one in outcomes if isinstance(one, Exception)), None)) is not None:
+        raise failure
     if rank == 0:
-        config = AutoConfig.from_pretrained(source)
-        if not scalar and (
-            heads := unbuilt_heads(source, config, (name for file in files for name in file), dtype)
-        ):
-            files.append(_write_bucket(temporary / f"part-{len(files)}", heads))
-        _name_files(temporary, files)
-        config.dtype = dtype
-        # The saved weights are never quantised, even if the source is.
-        config.__dict__.pop("quantization_config", None)
-        if scalar:
-            config.num_labels = 1
-            config.architectures = [
-                n.replace("ForCausalLM", "ForSequenceClassification") for n in config.architectures
-            ]
-        config.save_pretrained(temporary)
-        if (Path(source) / "generation_config.json").is_file() or not Path(source).is_dir():
-            GenerationConfig.from_pretrained(source).save_pretrained(temporary)
-        _copy_other_files(source, temporary)
+        _complete(temporary, sorted(itertools.chain(*outcomes)), source, dtype, scalar)
         _replace(temporary, path)
     dist.barrier()
 
 
-def _write_bucket(file: Path, bucket: Bucket) -> dict[str, int]:
-    write_tensors(file, dict(bucket))
-    return {name: tensor.nbytes for name, tensor in bucket}
+def _write_share(buckets: Iterator[Bucket], folder: Path, share: Share) -> list[Written] | Exception:
+    """Write this rank's buckets while the next ones are gathered; return its files, or why one failed.
+
+    Errors are returned, because the other ranks continue to gather buckets with this one.
+    """
+    writes: list[tuple[Written, Future[None]]] = []
+    with ThreadPoolExecutor(1) as writer:
+        for number, bucket in enumerate(buckets):
+            if number % share.count != share.index:
+                continue
+            if writes:
+                wait([writes[-1][1]])  # host memory holds one bucket at a time
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket}
+            sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+            written = Written((share.stage, number), sizes)
+            writes.append((written, writer.submit(write_tensors, folder / written.part, tensors)))
+    failures = (write.exception() for _, write in writes)
+    failure = next((error for error in failures if isinstance(error, Exception)), None)
+    return [written for written, _ in writes] if failure is None else failure
 
 
-def _name_files(folder: Path, files: list[dict[str, int]]) -> None:
+def _complete(folder: Path, files: list[Written], source: str, dtype: torch.dtype, scalar: bool) -> None:
+    """Add what no rank built, name the files of weights, and write config and tokenizer."""
+    # Heavy import, only needed where a model is saved.
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(source)
+    names = (name for file in files for name in file.sizes)
+    if not scalar and (heads := unbuilt_heads(source, config, names, dtype)):
+        files.append(Written((files[-1].place[0] + 1, 0), {name: tensor.nbytes for name, tensor in heads}))
+        write_tensors(folder / files[-1].part, dict(heads))
+    _name_files(folder, files)
+    config.dtype = dtype
+    # The saved weights are never quantised, even if the source is.
+    config.__dict__.pop("quantization_config", None)
+    if scalar:
+        config.num_labels = 1
+        config.architectures = [
+            name.replace("ForCausalLM", "ForSequenceClassification") for name in config.architectures
+        ]
+    config.save_pretrained(folder)
+    if (Path(source) / "generation_config.json").is_file() or not Path(source).is_dir():
+        GenerationConfig.from_pretrained(source).save_pretrained(folder)
+    _copy_other_files(source, folder)
+
+
+def _name_files(folder: Path, files: list[Written]) -> None:
     """Name the files: one is model.safetensors; several get numbers and an index."""
     if len(files) == 1:
-        (folder / "part-0").rename(folder / SINGLE)
+        (folder / files[0].part).rename(folder / SINGLE)
         return
     weight_map: dict[str, str] = {}
-    for i, sizes in enumerate(files):
+    for i, file in enumerate(files):
         name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        (folder / f"part-{i}").rename(folder / name)
-        weight_map.update(dict.fromkeys(sizes, name))
-    total = sum(sum(sizes.values()) for sizes in files)
+        (folder / file.part).rename(folder / name)
+        weight_map.update(dict.fromkeys(file.sizes, name))
+    total = sum(sum(file.sizes.values()) for file in files)
     write_index(folder, weight_map, total)
 
 

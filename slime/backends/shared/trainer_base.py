@@ -312,7 +312,11 @@ class TrainBackend(ABC):
         Adapters are merged into the weights, and also written alone to the sub-folder `adapter`.
         """
         path, dtype = Path(path), dtype or hf_folder.dtype_of(self.hf_checkpoint)
-        hf_folder.save(self.export(dtype), path, self.hf_checkpoint, dtype, self.rank, scalar=self.is_scalar)
+        layout = self.layout
+        share = hf_folder.Share(layout.pp_rank, *layout.place_in_stage)
+        hf_folder.save(
+            self.export_stage(dtype), path, self.hf_checkpoint, dtype, share, scalar=self.is_scalar
+        )
         if self.args.lora_rank:
             pairs = (pair for bucket in self.export_adapter() for pair in bucket)
             tensors = {name: tensor.cpu() for name, tensor in pairs if self.rank == 0}

@@ -44,7 +44,7 @@ def to_hf(source: Path, target: Path, options: argparse.Namespace) -> None:
         for name, tensor in named
     )
     with alone():
-        hf_folder.save(in_buckets(exact, _BUCKET_BYTES, None), target, str(source), dtype, rank=0)
+        hf_folder.save(in_buckets(exact, _BUCKET_BYTES, None), target, str(source), dtype)
 
 
 def _config_of(source: Path) -> Any:
