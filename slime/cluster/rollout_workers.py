@@ -83,12 +83,13 @@ class RolloutWorkers:
         if durable is not None:  # what was finished before a crash; only a reward may be missing
             group = [durable.recall(entry) or entry for entry in group]
         scope = current_scope() or RequestScope()
+        is_for_training = is_trained() and not evaluation
         job = Job(
             next(self._keys),
             group,
             sampling_params,
             evaluation,
-            is_trained(),
+            is_for_training,
             scope.name,
             scope.engines,
             scope.max_context_len,
@@ -105,7 +106,7 @@ class RolloutWorkers:
 
     async def _finish(self, job: Job) -> Done:
         """Return the end of a job; send it again where its worker dies."""
-        allowed = limit(self._args, "group-attempts")
+        allowed, durable = limit(self._args, "group-attempts"), self._ledger if job.trained else None
         for _ in range(allowed):
             worker, future = self._send(job)
             try:
@@ -115,6 +116,8 @@ class RolloutWorkers:
                 raise
             except WorkerDied as death:
                 last = death
+                if durable is not None:
+                    durable.restarted(job.group, f"{worker.name} ended")
                 continue
             self._remember(worker, done)
             return done

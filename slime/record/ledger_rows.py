@@ -6,7 +6,7 @@
     scored     samples got rewards; `value`: the reward of each index, or the rewards of a group in order
     kept       a group is part of the batch of this rollout; `value`: the indices of its samples
     dropped    a group left the run; `value`: filtered or failed, with the reason
-    returned   a group went back to the buffer
+    returned   a group went back to the buffer; `value`: the reason, where a rollout worker ended
     cut        the rollout is complete: earlier events belong to it, later ones to the next rollouts
     made       the batch of the rollout is on the disk as it will be trained on
     consumed   the trainer has finished its step with that batch

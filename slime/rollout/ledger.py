@@ -196,6 +196,12 @@ class Ledger:
         """Report an event of a worker; it belongs to the current rollout of this process."""
         self._writer.note(note._replace(rollout=self._rollout))
 
+    def restarted(self, group: Group, reason: str) -> None:
+        """Report that a group starts again, because the worker that generated it has ended."""
+        for at, _ in _numbered([group]):
+            self._note_group("returned", at, reason)
+            self._note_group("issued", at, "buffer")
+
     def begin(self, rollout_id: int, version: str | int | None) -> None:
         self._rollout = max(self._rollout, rollout_id)
         self._version = version_number(version)

@@ -9,15 +9,17 @@ import pytest
 from fake_engine import FakeEngine
 from ledger_world import World
 from patience import eventually
-from rollout_helpers import assert_conserved, counts, make_run, make_source
+from rollout_helpers import assert_conserved, counts, make_run, make_source, write_prompts
 
 from slime.arguments import plugin_args
+from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.cluster.rollout_workers import RolloutWorkers
 from slime.record import LedgerReader
 from slime.rollout import ledger
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.collection.collector import is_permanent
 from slime.rollout.data_source import follow
+from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.workers import current
 from slime.runtime.local import LocalRuntime
@@ -43,8 +45,8 @@ def workers_of(folder, args, info, durable=None):
         runtime.close()
 
 
-def rollout(args, source, rollout_id=0):
-    return call_rollout_fn(generate_rollout, args, rollout_id, source, evaluation=False)
+def rollout(args, source, rollout_id=0, function=generate_rollout):
+    return call_rollout_fn(function, args, rollout_id, source, evaluation=False)
 
 
 def values(output):
@@ -52,23 +54,38 @@ def values(output):
     return [{name: value for name, value in one.items() if name not in OF_THE_CALL} for one in found]
 
 
+@contextlib.contextmanager
+def recorded(folder, args):
+    """A ledger for the rollout functions of this process, and a source that reports to it."""
+    world = World(folder)
+    durable = world.start()
+    durable.begin(0, "run:1")
+    ledger.use(durable)
+    source = make_source(args)
+    follow(source, durable)
+    try:
+        yield durable, source
+    finally:
+        ledger.use(None)
+        world.stop()
+
+
+def events(folder, *kinds):
+    with LedgerReader(folder / "record.db") as reader:
+        return [(row.event, row.group_index, row.value) for row in reader.events() if row.event in kinds]
+
+
 def test_two_workers_make_the_samples_of_one_process_and_tell_the_ledger(tmp_path):
-    world = World(tmp_path)
     with FakeEngine(num_tokens=80) as engine:
         args, info = make_run(tmp_path, engine, *LONG, *WORKERS, max_context_len=256)
-        here = values(rollout(plugin_args(args, info), make_source(plugin_args(args, info))))
-        durable = world.start()
-        durable.begin(0, "run:1")
-        ledger.use(durable)
-        source = make_source(plugin_args(args, info))
-        follow(source, durable)
-        try:
-            with workers_of(tmp_path, args, info, durable) as workers:
-                output = rollout(plugin_args(args, info), source)
-                assert all(not worker.jobs for worker in workers._workers)
-        finally:
-            ledger.use(None)
-            world.stop()
+        namespace = plugin_args(args, info)
+        here = values(rollout(namespace, make_source(namespace)))
+        with (
+            recorded(tmp_path, namespace) as (durable, source),
+            workers_of(tmp_path, args, info, durable) as workers,
+        ):
+            output = rollout(namespace, source)
+            assert all(not worker.jobs for worker in workers._workers)
     assert values(output) == here and len(here) == 8 and here[0]["response_length"] == 80
     assert all(sample.effective_response_length == 80 for sample in flatten_samples(output.samples))
     assert counts(source) == {"new": 4, "trained": 4} and len(engine.requests) == 16
@@ -88,8 +105,10 @@ def test_a_killed_worker_is_replaced_and_its_groups_are_made_again(tmp_path, cap
         args, info = make_run(tmp_path, engine, *WORKERS, "--deterministic-mode")
         namespace = plugin_args(args, info)
         here = values(rollout(namespace, make_source(namespace)))
-        source = make_source(namespace)
-        with workers_of(tmp_path, args, info) as workers:
+        with (
+            recorded(tmp_path, namespace) as (durable, source),
+            workers_of(tmp_path, args, info, durable) as workers,
+        ):
             first = workers._workers[0]
 
             def kill():
@@ -106,6 +125,10 @@ def test_a_killed_worker_is_replaced_and_its_groups_are_made_again(tmp_path, cap
     assert values(output) == here
     assert counts(source) == {"new": 4, "trained": 4}
     assert_conserved(source)
+    restarted = events(tmp_path, "returned")
+    assert len(restarted) == 2 and {value for _, _, value in restarted} == {"rollout-worker-0 ended"}
+    again = [group for _, group, value in events(tmp_path, "issued") if value == "buffer"]
+    assert again == [group for _, group, _ in restarted]
 
 
 def test_surplus_requests_of_workers_are_aborted_and_partial_responses_continue(tmp_path):
@@ -134,3 +157,42 @@ def test_an_error_in_a_worker_is_the_error_of_the_rollout(tmp_path):
         with workers_of(tmp_path, args, info), pytest.raises(HttpError) as caught:
             rollout(plugin_args(args, info), make_source(plugin_args(args, info)))
     assert is_permanent(caught.value) and "in a worker process" in caught.value.__notes__[0]
+
+
+def test_the_pool_and_an_evaluation_use_workers(tmp_path):
+    """In deterministic mode, so that both ways make the same."""
+    pool = ("--rollout-function-path", FULLY_ASYNC_ROLLOUT_FUNCTION, "--max-weight-staleness", "1")
+    evaluation = (
+        "--eval-prompt-data",
+        "q",
+        str(write_prompts(tmp_path / "e.jsonl", 3)),
+        "--eval-interval",
+        "1",
+    )
+    with FakeEngine() as engine:
+        flags = (*pool, *evaluation, "--deterministic-mode", *WORKERS)
+        args, info = make_run(tmp_path, engine, *flags, num_rollout=3)
+        namespace = plugin_args(args, info)
+
+        def results():
+            source = make_source(namespace)
+            made = [rollout(namespace, source, number, generate_rollout_fully_async) for number in range(3)]
+            assert_conserved(source)
+            evaluated = generate_rollout(namespace, 0, None, evaluation=True).data["q"]
+            return [values(output) for output in made], evaluated["rewards"]
+
+        here = results()
+        with workers_of(tmp_path, args, info):
+            assert results() == here
+
+
+def test_a_changed_setting_reaches_workers_and_those_that_replace_them(tmp_path):
+    with FakeEngine() as engine:
+        args, info = make_run(tmp_path, engine, *WORKERS)
+        namespace = plugin_args(args, info)
+        with workers_of(tmp_path, args, info) as workers:
+            namespace.change("rollout_temperature", 0.5)
+            workers.change("rollout_temperature", 0.5)
+            rollout(namespace, make_source(namespace))
+            assert workers._settings.changes == {"rollout_temperature": 0.5}
+    assert {request["sampling_params"]["temperature"] for request in engine.requests} == {0.5}
