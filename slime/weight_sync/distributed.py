@@ -16,10 +16,9 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slime.utils.async_utils import get_loop
-from slime.utils.machine.process_groups import additional_group, open_store, reaching
+from slime.utils.machine.process_groups import BroadcastGroup, open_store, reaching
 from slime.weight_sync.base import LiveReport, NamedTensors, SenderOptions, Target
 from slime.wire.control import EngineControl
 from slime.wire.manifest import DTYPE_NAMES
@@ -36,7 +35,7 @@ class DistributedSender:
     def __init__(self, options: SenderOptions):
         self._options = options
         self._targets: tuple[Target, ...] = ()
-        self._group: dist.ProcessGroup | None = None
+        self._group: BroadcastGroup | None = None
         self._group_name = ""
 
     def open(self, version: str, targets: tuple[Target, ...]) -> None:
@@ -54,23 +53,18 @@ class DistributedSender:
         self._errors: dict[str, str] = {}  # engine -> its reply to the current step
         self._unanswered: set[str] = set()  # engines that have not replied to it
         try:
-            if self._group is None:
-                self._join(bucket[0][1].device)
-            self._broadcast(bucket)
+            self._broadcast(bucket, self._group or self._join(bucket[0][1].device))
         except Exception as error:
             self._give_up(error)
 
-    def _broadcast(self, bucket: NamedTensors) -> None:
+    def _broadcast(self, bucket: NamedTensors, group: BroadcastGroup) -> None:
         described = [(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in bucket]
         calls = [c.update_from_group(described, self._group_name, self._version) for c in self._controls()]
-        with self._together(calls):
-            handles = [
-                dist.broadcast(t.contiguous(), src=0, group=self._group, async_op=True) for _, t in bucket
-            ]
-            for handle in handles:
-                handle.wait()
+        with self._together(calls) as errors:
+            tensors = [tensor.contiguous() for _, tensor in bucket]
+            group.broadcast(tensors, self._options.deadline_s, lambda: bool(errors))
 
-    def _join(self, device: torch.device) -> None:
+    def _join(self, device: torch.device) -> BroadcastGroup:
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = datetime.timedelta(seconds=self._options.deadline_s)
         self._group_name = f"slime-pp_{self._options.stage}-{secrets.token_hex(4)}"
@@ -82,8 +76,9 @@ class DistributedSender:
             calls.append(control.join_group(*place))
             offset += target.num_ranks
         with self._together(calls), reaching(self._options.host):
-            self._group = additional_group(store, 0, world_size, backend, self._group_name, timeout)
+            self._group = BroadcastGroup(store, 0, world_size, backend, self._group_name, timeout)
         logger.info("%s: this rank sends weights to %d ranks of engines", self._group_name, world_size - 1)
+        return self._group
 
     def _give_up(self, error: Exception) -> None:
         """Destroy the group after a member failed; engines load the copy on disk until the next group."""
@@ -93,17 +88,17 @@ class DistributedSender:
         broken = f"the group {self._group_name} broke: {'; '.join(causes)}"
         self._failures = {target.url: own.get(target.url, broken) for target in self._targets}
         logger.warning("The broadcast of weights %s failed: %s", self._version, broken)
-        # Destroyed here first: engines that still wait for the rest of the bucket see the connection close.
+        # Ended here first: engines that still wait for the rest of the bucket see the connection close.
         group, self._group = self._group, None
         if group is not None:
-            dist.destroy_process_group(group)
+            group.end()
             self._request_leave(min(_LEAVE_S, self._options.deadline_s))
 
     def _leave(self) -> None:
         if self._group is not None:
             group, self._group = self._group, None
             self._request_leave()
-            dist.destroy_process_group(group)
+            group.end()
 
     def _request_leave(self, deadline_s: float | None = None) -> None:
         self._errors = {}
@@ -134,11 +129,11 @@ class DistributedSender:
         return asyncio.run_coroutine_threadsafe(together(), get_loop())
 
     @contextlib.contextmanager
-    def _together(self, calls: list[Coroutine[Any, Any, None]]) -> Iterator[None]:
-        """Run a step on all engines; this rank does its part inside the block."""
+    def _together(self, calls: list[Coroutine[Any, Any, None]]) -> Iterator[dict[str, str]]:
+        """Run a step on all engines; this rank does its part inside the block, which gets their errors."""
         replies = self._on_all(calls)
         try:
-            yield
+            yield self._errors
         except RuntimeError:
             concurrent.futures.wait([replies], _BLAME_S)
             raise

@@ -1,4 +1,4 @@
-"""The tests of layouts once more, with NCCL: their ranks share one GPU."""
+"""The tests of layouts and of weight pushes once more, with NCCL: their ranks share one GPU."""
 
 import os
 import subprocess
@@ -11,10 +11,11 @@ pytestmark = pytest.mark.gpu
 FOLDER = Path(__file__).parent
 FSDP = ["test_fsdp_ranks.py", "test_fsdp_parallel.py", "test_fsdp_experts.py", "test_fsdp_adapter_ranks.py"]
 MEGATRON = [f"megatron/test_megatron_{name}.py" for name in ("layouts", "checkpoint", "experts", "agreement")]
+PUSHES = [f"../weight_sync/test_{name}.py" for name in ("broken_broadcast", "stage_groups")]
 
 
-@pytest.mark.parametrize("file", [*FSDP, *MEGATRON])
-def test_every_layout_computes_with_nccl_what_one_rank_does(file):
+@pytest.mark.parametrize("file", [*FSDP, *MEGATRON, *PUSHES])
+def test_it_holds_with_nccl_too(file):
     if file in MEGATRON:
         pytest.importorskip("megatron.core")
     command = [sys.executable, "-m", "pytest", "-q", "--tb", "short", "-m", "not gpu", str(FOLDER / file)]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from devices import DEVICE
 from safetensors.torch import load_file
 
 from slime.utils.http_utils import authorize
@@ -33,7 +34,9 @@ def say(**what) -> None:
 
 
 def stage_tensors(model: str, stage: int, num_stages: int) -> NamedTensors:
-    items = [item for file in sorted(Path(model).glob("*.safetensors")) for item in load_file(file).items()]
+    items = [
+        item for file in sorted(Path(model).glob("*.safetensors")) for item in load_file(file, DEVICE).items()
+    ]
     share = -(-len(items) // num_stages)
     return items[stage * share : (stage + 1) * share]
 

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from devices import DEVICE
 from stage_rank import DEADLINE_S
 
 from slime.utils.http_utils import token_of
 from slime.utils.machine.ports import hold_port
+from slime.utils.machine.shared_gpu import nccl_on_one_gpu
 
 SCRIPT = Path(__file__).with_name("stage_rank.py")
 
@@ -24,7 +26,7 @@ class StageRanks:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(SCRIPT), *map(str, (rank, num_stages, world, port, deadline_s))],
-                env=env,
+                env=env if DEVICE == "cpu" else env | nccl_on_one_gpu(f"stage-{rank}"),
                 cwd=SCRIPT.parents[1],
                 text=True,
                 stdin=subprocess.PIPE,

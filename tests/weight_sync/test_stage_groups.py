@@ -1,12 +1,14 @@
 """Pipeline stages push in turns to real engine processes, while engines and senders die."""
 
 import asyncio
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from devices import DEVICE
 from engine_under_test import small_embedded_command
 from patience import LONG_S, PATIENCE_S, eventually
 from stage_rank import DEADLINE_S, StagePlace, buckets
@@ -20,10 +22,15 @@ from slime.liveness.waits import until
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.children import thread_environment
+from slime.utils.machine.shared_gpu import nccl_on_one_gpu
 from slime.weight_sync.base import LiveReport, SenderOptions, Target, WeightBundle
 from slime.weight_sync.distributed import DistributedSender
 from slime.weight_sync.stage_turns import StageTurns
 from slime.wire.control import EngineControl
+
+
+def environment(name: str) -> dict[str, str]:
+    return thread_environment(1) | ({} if DEVICE == "cpu" else nccl_on_one_gpu(name))
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +44,10 @@ def models(tmp_path_factory):
 def served(models, tmp_path_factory):
     """(fleet of two engines, what keeps their weights)."""
     prefix = shm.make_prefix()
-    command = small_embedded_command(models[0], prefix)
+    command = small_embedded_command(models[0], prefix, device=DEVICE)
     logs = tmp_path_factory.mktemp("logs")
     plans = [
-        LaunchPlan(f"engine-{i}", command, thread_environment(1), logs / f"engine-{i}.log", PATIENCE_S)
+        LaunchPlan(f"engine-{i}", command, environment(f"engine-{i}"), logs / f"engine-{i}.log", PATIENCE_S)
         for i in range(2)
     ]
     args = SimpleNamespace(
@@ -114,6 +121,7 @@ class OneStage:
     """A trainer without a pipeline, in this process: it needs no other ranks, and no default group."""
 
     def __init__(self):
+        os.environ.update(environment("one-stage"))
         self.sender = DistributedSender(
             SenderOptions("slime-x", Path("unused"), "model", deadline_s=DEADLINE_S)
         )
@@ -139,15 +147,19 @@ def test_a_broken_broadcast_names_who_failed_and_who_has_not_answered(monkeypatc
         async def leave_group(self, name):
             left.set()
 
-    def breaks(*tensor, **options):
-        eventually(lambda: sender._errors)
-        raise RuntimeError("timed out")
+    class Breaks:
+        """A group that breaks once an engine has failed."""
+
+        def broadcast(self, tensors, deadline_s, is_over):
+            eventually(is_over)
+            raise RuntimeError("timed out")
+
+        def end(self):
+            """Nothing to end."""
 
     monkeypatch.setattr(sender, "_controls", lambda *deadline: [Control(True), Control(False)])
-    monkeypatch.setattr("torch.distributed.broadcast", breaks)
-    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda group: None)
     sender.open("run:1", (Target("http://a", 0, 1, ()), Target("http://b", 0, 1, ())))
-    sender._group = object()
+    sender._group = Breaks()
     sender.send([("w", torch.zeros(2))])
     failures = sender.finish().failures
     assert failures["http://a"] == "ConnectionError: reset by peer"

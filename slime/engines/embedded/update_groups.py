@@ -7,17 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from slime.engines.embedded.generate_json import BadRequest, text_of
 from slime.engines.embedded.weight_update import BadWeights
-from slime.utils.machine.process_groups import (
-    LOOPBACK,
-    additional_group,
-    reaching,
-    stay_on_loopback,
-)
+from slime.utils.machine.process_groups import LOOPBACK, BroadcastGroup, reaching, stay_on_loopback
 from slime.wire.manifest import DTYPES
 from slime.wire.protocol import shown
 
@@ -32,7 +26,7 @@ class UpdateGroups:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._groups: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
+        self._groups: dict[str, tuple[BroadcastGroup, torch.device]] = {}
 
     def join(self, body: Mapping[str, Any]) -> str:
         """Join the group that a body describes under SGLang's names; returns when all ranks have met."""
@@ -54,18 +48,19 @@ class UpdateGroups:
         try:
             store = TCPStore(address, port, world_size, False, _TIMEOUT, wait_for_workers=False)
             with reaching(address):
-                group = additional_group(store, rank, world_size, backend, name, _TIMEOUT)
+                group = BroadcastGroup(store, rank, world_size, backend, name, _TIMEOUT)
         except (RuntimeError, ValueError, TypeError) as error:
             raise BadWeights(f"{name} at {address}:{port} cannot be joined: {error}") from error
         self._groups[name] = (group, self._device if backend == "nccl" else torch.device("cpu"))
         return f"rank {rank} of {name}"
 
     def leave(self, name: str) -> None:
+        """Leave a group; a thread that receives from it gets an error."""
         group, _ = self._held(name)
         del self._groups[name]
-        dist.destroy_process_group(group)
+        group.end()
 
-    def _held(self, name: str) -> tuple[dist.ProcessGroup, torch.device]:
+    def _held(self, name: str) -> tuple[BroadcastGroup, torch.device]:
         if name not in self._groups:
             raise BadRequest(f"{shown(name)} is not a group of this engine, which has {sorted(self._groups)}")
         return self._groups[name]
@@ -75,9 +70,9 @@ class UpdateGroups:
         group, device = self._held(name)
         try:
             tensors = {one: torch.empty(shape, dtype=dtype, device=device) for one, dtype, shape in bucket}
-            handles = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors.values()]
-            for handle in handles:
-                handle.wait()
+            group.broadcast(
+                list(tensors.values()), _TIMEOUT.total_seconds(), lambda: name not in self._groups
+            )
         except (RuntimeError, TypeError, OverflowError) as error:
             raise BadWeights(
                 f"a bucket of {len(bucket)} tensors has no room, or the sender of {name} is gone or silent: "

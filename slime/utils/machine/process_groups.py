@@ -6,12 +6,16 @@ import contextlib
 import datetime
 import os
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
+from slime.utils.async_utils import in_background
 from slime.utils.machine.ports import (
     GLOO_INTERFACE,
     family_of,
@@ -21,6 +25,10 @@ from slime.utils.machine.ports import (
 )
 
 LOOPBACK = "127.0.0.1"
+
+_POLL_S = 0.001
+_END_S = 3.0  # longest wait for the end of a group; a member that hangs can keep it longer
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def open_store(host: str, world_size: int, timeout: datetime.timedelta | None = None) -> TCPStore:
@@ -55,18 +63,23 @@ def reaching(host: str) -> Iterator[None]:
 
     Gloo by itself takes the address of the machine's name, which may be loopback or unknown.
     """
-    before = os.environ.get(GLOO_INTERFACE)
-    interface = interface_towards(host) if before in (None, "lo") and not is_loopback(host) else None
-    if interface is None:
+    movable = os.environ.get(GLOO_INTERFACE) in (None, "lo") and not is_loopback(host)
+    interface = interface_towards(host) if movable else None
+    with contextlib.nullcontext() if interface is None else _variable(GLOO_INTERFACE, interface):
         yield
-        return
-    os.environ[GLOO_INTERFACE] = interface
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable of this process within the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        os.environ.pop(GLOO_INTERFACE)
+        os.environ.pop(name)
         if before is not None:
-            os.environ[GLOO_INTERFACE] = before
+            os.environ[name] = before
 
 
 def stay_on_loopback() -> None:
@@ -88,27 +101,83 @@ def limit_every_group(timeout: datetime.timedelta) -> None:
             _set_pg_timeout(timeout, group)
 
 
-def additional_group(
-    store: Store, rank: int, world_size: int, backend: str, name: str, timeout: datetime.timedelta
-) -> dist.ProcessGroup:
-    """Join the group `name` as `rank`; return when all `world_size` ranks have met at the store.
+class BroadcastGroup:
+    """A process group in which rank 0 broadcasts tensors to ranks of other programs, by NCCL or gloo.
 
-    `new_group` only splits the default group, so this uses the function below it, as SGLang does on its side;
-    names and prefixes must match SGLang's.
+    A member may hang or die at any time. This rank then gets a RuntimeError and ends the group; the process
+    and its other groups are not affected.
     """
-    # Private parts of torch, checked on 2.11 and 2.13; imported here so that nothing else depends on them.
-    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
-    store.set_timeout(timeout)
-    group: dist.ProcessGroup
-    group, _ = _new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        Backend(backend),
-        PrefixStore(name, store),
-        group_name=name,  # type: ignore[arg-type] # a NewType of str, which not every release has
-        timeout=timeout,
-    )
-    _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
-    return group
+    def __init__(
+        self, store: Store, rank: int, world_size: int, backend: str, name: str, timeout: datetime.timedelta
+    ):
+        """Join the group as `rank`; return when all `world_size` ranks have met at the store.
+
+        `new_group` only splits the default group, so this uses the function below it, as SGLang does on its
+        side; names and prefixes must match SGLang's.
+        """
+        # Private parts of torch, checked on 2.11 and 2.13; here so that nothing else depends on them.
+        from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+        store.set_timeout(timeout)
+        self._group: dist.ProcessGroup
+        # Torch reads the variable for each NCCL group that it creates. This group then has no watchdog that
+        # ends the process after an error, and `wait` raises the error, as with gloo.
+        with _variable(_BLOCKING_WAIT, "1"):
+            self._group, _ = _new_process_group_helper(
+                world_size,
+                rank,
+                [],
+                Backend(backend),
+                PrefixStore(name, store),
+                group_name=name,  # type: ignore[arg-type] # a NewType of str, which not every release has
+                timeout=timeout,
+            )
+        _world.pg_group_ranks[self._group] = {member: member for member in range(world_size)}
+
+    def broadcast(
+        self, tensors: Sequence[torch.Tensor], deadline_s: float, is_over: Callable[[], bool]
+    ) -> None:
+        """Send the tensors as rank 0, or receive into them; return when all are complete.
+
+        RuntimeError: a member is gone, `deadline_s` has passed, or `is_over()`. The group must end then.
+        """
+        stream = torch.cuda.current_stream(tensors[0].device) if tensors[0].is_cuda else None
+        ends = time.monotonic() + deadline_s
+
+        def issue() -> list[Any]:
+            # No other frame holds the group, which an error's traceback would keep: see `end`.
+            group = self._group
+            with torch.cuda.stream(stream):  # None: no stream is set
+                return [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
+
+        def wait_until(is_done: Callable[[], bool]) -> None:
+            while not is_done():
+                if is_over():
+                    raise RuntimeError("another member of the group has failed or has left it")
+                if time.monotonic() > ends:
+                    raise RuntimeError(f"Timed out waiting {deadline_s:.0f} s for a broadcast")
+                time.sleep(_POLL_S)
+
+        # In a thread, because NCCL connects the ranks in the first call, which cannot be interrupted.
+        issued = in_background(issue, "broadcast")
+        wait_until(issued.done)
+        for handle in issued.result():
+            wait_until(handle.is_completed)
+            handle.wait()  # it returns at once, and raises the error of a broadcast that failed
+
+    def end(self) -> None:
+        """Leave the group, and abort what still runs in it: its other members may be gone or may hang."""
+        # The thread has the last reference, so that the destructor, which may wait for a member, runs there.
+        ending = threading.Thread(
+            target=_end, args=(self.__dict__.pop("_group"),), name="end of a group", daemon=True
+        )
+        ending.start()
+        ending.join(_END_S)
+
+
+def _end(group: dist.ProcessGroup) -> None:
+    from torch.distributed.distributed_c10d import _abort_process_group  # private too
+
+    # Of gloo, destroying a group closes its connections; of NCCL, it would wait for what runs.
+    (_abort_process_group if dist.get_backend(group) == "nccl" else dist.destroy_process_group)(group)
