@@ -1,6 +1,7 @@
 """`slime export`: write a trained model as a Hugging Face folder, with its LoRA adapter merged in."""
 
 import argparse
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,8 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     source, target = Path(options.source).expanduser(), Path(options.out).expanduser()
     with user_errors():
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        if os.path.exists(target) and (not target.is_dir() or any(target.iterdir())):
             raise ValueError(f"--out {target} exists already: give a new folder, or remove that one.")
+        from slime.cluster.checkpoints.save_folder import refuse_unwritable  # --help does without it
+
+        refuse_unwritable("--out", target)
         export(source, target, options)
     print(f"written: {target}")
     return 0

@@ -15,6 +15,7 @@ from slime.utils.errors import EndedBySignal, FolderInUse, NotStarted, RunStoppe
 from slime.utils.files.restricted import create_restricted
 from slime.utils.machine.garbage import search_new_only, search_seldom
 from slime.utils.machine.own_command import as_typed
+from slime.utils.printable import encode_anything
 
 RUN_STOPPED, USER_MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 
@@ -93,6 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     if argv is None:  # called by the console script, so the process is ours
         search_seldom()
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            if getattr(sys, name) is None:  # closed, as by `>&-`: no file of ours may get its number
+                os.open(os.devnull, os.O_RDWR)
+                setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+        encode_anything(sys.stdout)
+        encode_anything(sys.stderr)
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["help"] and argv[1:2]:
         return main([argv[1], "--help", *argv[2:]])
@@ -147,10 +154,10 @@ def user_errors(traceback_file: Path | None = None, *, spell: Callable[[str], st
         # The convention of shells.
         raise SystemExit(128 + error.number if isinstance(error, EndedBySignal) else INTERRUPTED) from None
     except (ValueError, FileNotFoundError, PermissionError, RunStopped, WaitTimeout) as error:
-        message = (
-            spell(f"{error}{_NO_ACCESS if isinstance(error, PermissionError) else ''}")
-            or type(error).__name__
-        )
+        said = str(error)
+        if isinstance(error, PermissionError):
+            said = f"{f'{error.filename}: {error.strerror}' if error.filename else error}{_NO_ACCESS}"
+        message = spell(said) or type(error).__name__
         if traceback_file is not None and not isinstance(error, (FolderInUse, NotStarted)):
             with contextlib.suppress(OSError):  # the message may be about a full disk
                 traceback_file.parent.mkdir(parents=True, exist_ok=True)

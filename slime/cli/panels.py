@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -54,16 +54,15 @@ def start_rows(args: Args, earlier: Progress, cost: Sequence[str]) -> Rows:
     rows = [("model", f"{args.hf_checkpoint or 'none'}{size}")]
     rows += [("trainer", _trainer(args))] if not args.debug_rollout_only else []
     rows += [("engines", _engines(args))] if not args.debug_train_only else []
-    data = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data or ()
-    rows.append(
-        (
-            "data",
-            " ".join(data or [dataset.path for dataset in args.eval_datasets]) or "from your data source",
-        )
-    )
-    reward = args.custom_rm_path or args.rm_type or "from the rollout function"
-    rows += [("reward", reward)] if args.loss_type not in SUPERVISED_LOSSES else []
-    rows += [("each step", explain_batch(args)), ("steps", _steps(args))] if args.num_rollout != 0 else []
+    if args.num_rollout == 0:
+        rows += [("evaluates", "\n".join(_evaluated(args)))] if args.eval_datasets else []
+        cost = [line for line in cost if not line.startswith("a step")]
+    else:
+        data = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data or ()
+        rows.append(("data", " ".join(data) or "from your data source"))
+        if args.loss_type not in SUPERVISED_LOSSES:
+            rows.append(("reward", args.custom_rm_path or args.rm_type or "from the rollout function"))
+        rows += [("each step", explain_batch(args)), ("steps", _steps(args))]
     rows += [("expected", "\n".join(cost))] if cost else []
     left = earlier.seconds_left()
     rows += [("time", f"about {duration(left)}, judging by the last start")] if left else []
@@ -135,6 +134,16 @@ def _engines(args: Args) -> str:
     shared = ", sharing GPUs with the trainer" if args.colocate else ""
     longest = f", responses up to {args.rollout_max_response_len} tokens"
     return f"{count} x {args.rollout_engine}{gpus}{shared}{longest}"
+
+
+def _evaluated(args: Args) -> Iterator[str]:
+    """Yield a line for each dataset: its rows, how responses are sampled, and what scores them."""
+    for one in args.eval_datasets:
+        temperature = args.rollout_temperature if one.temperature is None else one.temperature
+        how = f"at temperature {temperature:g}" if temperature else "greedy"
+        reward = one.custom_rm_path or one.rm_type or args.custom_rm_path or args.rm_type
+        each = count(one.n_samples_per_eval_prompt or 1, "response")
+        yield f"{one.name}: {one.path}, {each} per prompt, {how}; reward {reward or 'of the rows'}"
 
 
 def _device() -> str:

@@ -47,9 +47,9 @@ _STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "b
 class RunScreen(contextlib.ExitStack):
     """Shows a run while the `with` block trains it, and restores the terminal however it ends."""
 
-    def __init__(self, args: Args) -> None:
+    def __init__(self, args: Args, command: str = "train") -> None:
         super().__init__()
-        self._args, self._run_dir = args, Path(args.run_dir)
+        self._args, self._run_dir, self._command = args, Path(args.run_dir), command
         by_loss = args.loss_type in SUPERVISED_LOSSES
         key, name = (LOSS, "loss") if by_loss else (REWARD, "reward")
         self.progress = Progress(args.num_rollout, value_key=key, value_name=name)
@@ -162,7 +162,7 @@ class RunScreen(contextlib.ExitStack):
         if not self._args.quiet:
             if ended.name == phases.CHECKS:
                 rows = start_rows(self._args, self.progress, ended.cost)
-                self._show_rows(f"slime train: {self._args.run_dir}", rows)
+                self._show_rows(f"slime {self._command}: {self._args.run_dir}", rows)
             line = Text.assemble(("  ✓ ", "green"), f"{ended.name:<12}{ended.seconds:6.1f} s")
             self.terminal.print(line.append(f"  {printable(ended.note)}" if ended.note else "", "dim"))
 

@@ -257,6 +257,11 @@ def _distill(draft: Draft, rows: Sequence[Row]) -> dict[str, Any]:
     found = {**_asked(draft, "--prompt-data", rows), **_step(draft, rows, 1e-5, prompts=8, samples=4)}
     if draft.opd_teacher_load is None:  # the teacher runs on a server
         return found | {"opd_type": "engine", "custom_rm_path": f"{_TEACHER}.reward_func"}
+    if draft.rm_url is not None and not (draft.custom_rm_path or draft.rm_type or draft.opd_type):
+        raise ValueError(
+            f"--opd-teacher-load {draft.opd_teacher_load} and --rm-url {draft.rm_url} both name a teacher: "
+            "give one of them."
+        )
     teacher = {"opd_type": "trainer", "custom_rm_path": f"{_TEACHER}.zero_reward"}
     return found | teacher | ({} if draft.opd_type == "engine" else {"opd_kl": "full"})
 

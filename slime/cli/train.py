@@ -62,20 +62,20 @@ def _main(
             if args.save is not None:
                 refuse_locked(Path(args.save), "--save")
             refuse_taken(args)
-        with user_errors(traceback_file=Path(args.run_dir) / "error.txt", spell=spell), shown(args):
+        with user_errors(traceback_file=Path(args.run_dir) / "error.txt", spell=spell), shown(args, command):
             train(args)
     return 0
 
 
 @contextlib.contextmanager
-def shown(args: Args, *, screen: bool = True) -> Iterator[None]:
+def shown(args: Args, command: str = "train", *, screen: bool = True) -> Iterator[None]:
     """Show a run while it is active: on this terminal and, with --dashboard, in a browser."""
     # Imported here: --help and a misspelt flag do not need it.
     from slime.cli.inspect.page_process import page_beside
     from slime.cli.screen import RunScreen
 
     with (
-        RunScreen(args) if screen else contextlib.nullcontext(),
+        RunScreen(args, command) if screen else contextlib.nullcontext(),
         page_beside(args.run_dir) if args.dashboard else contextlib.nullcontext(),
     ):
         yield

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.arguments.groups.engine import CHECKSUMS, need_delta_packages
+from slime.cli.bounded_numbers import between
 from slime.cli.main import user_errors
 from slime.engines.external import read_address
 from slime.observability.logging_utils import configure_logger
@@ -41,6 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--local-checkpoint-dir", required=True, metavar="DIR", help="folder of the copy")
     add("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
-    add("--port", type=int, required=True, help="port to listen on; 0: any free port, which is printed")
+    add(
+        "--port",
+        type=between(0, 65535, int),
+        required=True,
+        help="port to listen on; 0: any free port, which is printed",
+    )
     add("--wait-s", type=float, default=600.0, help="time limit for a version [600]")
     return parser

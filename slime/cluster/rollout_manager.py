@@ -173,7 +173,7 @@ class RolloutManager:
                 follow(self._data_source, durable)
             per_epoch, num_rollout = self._count_rollouts()
             steps = f"steps {start_rollout_id + 1} to {num_rollout}"
-            none_left = f"none of {num_rollout} steps (--num-rollout) is left"
+            none_left = f"none of {num_rollout} steps (--num-rollout) is left" if num_rollout else ""
             part.total, part.note = num_rollout, steps if start_rollout_id < num_rollout else none_left
         with phases.starting("engines"):
             self.info = info = engines.connect(replace(info, num_rollout=num_rollout))

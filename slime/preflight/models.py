@@ -37,9 +37,12 @@ def check_model_files(args: Args) -> Iterator[Finding]:
         except ValueError as error:
             wrong.append(flag)
             yield error_of(flag, error)
+        else:
+            if why := _why_no_config(model):
+                wrong.append(flag)
+                yield Finding("error", flag, why)
     if FLAG not in wrong and args.hf_checkpoint is not None:
-        problems = list(_check_config(args.hf_checkpoint))
-        yield from problems or _check_families(args)
+        yield from _check_families(args)
 
 
 def _check_families(args: Args) -> Iterator[Finding]:
@@ -78,11 +81,9 @@ def makes_prompts(args: Args) -> bool:
     return not args.debug_train_only or args.rollout_function_path.startswith("slime.")
 
 
-def _check_config(model: str) -> Iterator[Finding]:
-    """Check that a local folder has a configuration whose architecture the installed transformers knows."""
-    config = read_config(model)
-    if config and (why := _why_unknown(model, config)):
-        yield Finding("error", FLAG, why)
+def _why_no_config(model: str) -> str | None:
+    """Return why the installed transformers cannot build the model of a local folder; None: it can."""
+    return _why_unknown(model, read_config(model)) if (Path(model) / "config.json").is_file() else None
 
 
 def _why_unknown(model: str, config: dict[str, Any]) -> str | None:

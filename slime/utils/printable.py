@@ -1,10 +1,27 @@
-"""Makes text that a model wrote safe to print: no escape sequence reaches the terminal."""
+"""Makes text safe to print: no escape sequence reaches the terminal, and no character stops a command."""
 
 from __future__ import annotations
 
+import codecs
 import unicodedata
+from typing import TextIO
 
-from rich.cells import chop_cells
+_IN_ASCII = dict(zip("▁▂▃▄▅▆▇█·─│✓…–—’±→×", "_.,-=+*#--|v.--'~>x", strict=True))
+_HANDLER = "slime-ascii"
+
+
+def encode_anything(stream: TextIO | None) -> None:
+    """Let a stream with another encoding than UTF-8 print the nearest character that it has, or `?`."""
+    if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
+        reconfigure(errors=_HANDLER)
+
+
+def _nearest(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError), "registered for output only"
+    return "".join(_IN_ASCII.get(char, "?") for char in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(_HANDLER, _nearest)
 
 
 def printable(text: str) -> str:
@@ -14,6 +31,8 @@ def printable(text: str) -> str:
 
 def cut_lines(text: str, max_lines: int, width: int) -> str:
     """Shorten text to `max_lines` lines of `width` columns; the last line counts the missing characters."""
+    from rich.cells import chop_cells  # imported here: every command loads this module
+
     lines = [piece for line in text.expandtabs(4).splitlines() for piece in chop_cells(line, width) or [""]]
     if len(lines) <= max_lines:
         return "\n".join(lines)

@@ -1,6 +1,7 @@
 """The `slime` command: readable help, mistakes that end with one line and exit code 2, lazy subcommands."""
 
 import contextlib
+import json
 import os
 import pty
 import signal
@@ -209,3 +210,18 @@ sys.exit(main())
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "True True"
+
+
+def test_a_closed_output_is_no_error():
+    command = f"exec {sys.executable} -m slime --help >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_that_knows_only_ascii_gets_the_nearest_characters(tmp_path, monkeypatch):
+    row = {"step_key": "rollout/step", "step": 0, "rollout/raw_reward": 0.0}
+    rows = [row, row | {"step": 1, "rollout/raw_reward": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = run("plot", str(tmp_path))
+    assert done.returncode == 0 and " _# 0 -> 1 (steps 0 to 1)" in done.stdout, done.stdout + done.stderr

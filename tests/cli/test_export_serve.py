@@ -46,6 +46,14 @@ def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
         return model(IDS).logits
 
 
+@pytest.mark.parametrize("words", ["export {}/model --out /proc/none/x", "serve {}/model --port 99999"])
+def test_a_value_that_cannot_be_used_is_named_with_its_option(world, capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        main(words.format(world).split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and ("--out /proc/none/x cannot be written" in said or "--port" in said)
+
+
 def export(*words: object) -> None:
     assert main(["export", *map(str, words)]) == 0
 

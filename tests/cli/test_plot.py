@@ -1,6 +1,7 @@
 """`slime plot`: curves of any metric, of several runs, in a terminal and as a picture."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -97,6 +98,10 @@ def test_runs_that_differ_by_their_seed_are_one_curve(tmp_path, capsys, monkeypa
     assert main(["plot", *names]) == 0
     out = capsys.readouterr().out
     assert "lr=0.1 (2 seeds)" in out and "1.5 -> 1.5 ± 0.71" in out and "lr=0.5,seed=1" in out
+    shutil.copytree(names[0], "again")
+    assert main(["plot", *names, "again"]) == 0
+    out = capsys.readouterr().out
+    assert "lr=0.1 (2 seeds)" in out and "  again " in out, "a repetition is no further seed"
     assert main(["plot", *names, "--each"]) == 0
     assert "seeds)" not in capsys.readouterr().out
     pytest.importorskip("matplotlib")

@@ -156,3 +156,12 @@ def test_waits_are_shown_overdue_first_and_as_json(run_dir, capsys):
     lock.release()
     main(["status", str(run_dir)])
     assert "waits:" not in capsys.readouterr().out
+
+
+def test_a_folder_without_access_is_named_without_a_traceback(tmp_path, capsys, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("slime.cli.inspect.status.need_run", refuse)
+    assert main(["status", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: Permission denied; ask for access to it.\n"

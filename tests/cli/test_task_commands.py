@@ -126,6 +126,10 @@ def test_text_is_trained_as_text_where_the_model_has_no_chat_template(capsys, wo
         ("eval --model model --data odd.jsonl --rm-type f1", "--data odd.jsonl has the columns 'doc'"),
         ("sft --model model --data talks.jsonl --teacher model", "unknown flag --teacher"),
         ("distill --model model --data questions.jsonl", "--teacher is required"),
+        (
+            "distill --model model --data questions.jsonl --teacher teacher --rm-url http://127.0.0.1:9",
+            "--teacher teacher and --rm-url http://127.0.0.1:9 both name a teacher",
+        ),
         ("eval --model model --data asked.jsonl", "no reward is given"),
         ("eval --model model --data a=asked.jsonl a=questions.jsonl --rm-type f1", "called 'a'"),
     ],
@@ -156,7 +160,20 @@ def test_a_folder_that_this_user_may_not_read_is_no_traceback(capsys, world, mon
 
     monkeypatch.setattr("slime.cluster.run_opening.has_finished", lambda folder, *_: refuse(folder))
     told = fails(capsys, "sft", "--model", "model", "--data", "completions.jsonl", "--out", "locked")
-    assert "locked': choose another place, or ask for access to this one." in told
+    assert "locked: Permission denied: choose another place, or ask for access to this one." in told
+    monkeypatch.undo()
+    monkeypatch.chdir(world)
+    monkeypatch.setattr("slime.utils.files.run_file.is_used", refuse)
+    told = fails(capsys, "sft", "--model", "model", "--data", "completions.jsonl", "--out", "locked")
+    assert f"error: --out {world / 'locked'} cannot be read (Permission denied): choose another place" in told
+
+
+def test_a_teacher_without_a_configuration_is_found_before_the_start(capsys, world):
+    (world / "nothing").mkdir()
+    (world / "nothing/config.json").write_text("{}")
+    words = ["--model", "model", "--teacher", "nothing", "--data", "questions.jsonl", "--dry-run"]
+    assert main(["distill", *words]) == 2
+    assert f"--teacher: {world / 'nothing'}/config.json names no model_type" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", TASKS)

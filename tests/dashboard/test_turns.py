@@ -77,3 +77,6 @@ def test_the_curves_of_seeds_become_their_mean_and_deviation_at_every_step_of_an
     assert found["x"] == [0, 1, 2, 4] and found["y"] == [1, 2, 2, 4]
     assert found["high"] == [1 + 2**0.5, 2 + 2**0.5, 2, 4]
     assert evaluate("seeds.js", "m.groupName(['rl-seed1', 'rl-seed2'])") == "rl (2 seeds)"
+    runs = "['a', 'b', 'c'].map((key, index) => ({key, group: 'g', seed: index % 2}))"
+    found = evaluate("seeds.js", f"m.seedGroups(['a', 'b', 'c'], {runs}).map((group) => group.keys)")
+    assert found == [["a", "b"], ["c"]], "a repetition of a run is no further seed"

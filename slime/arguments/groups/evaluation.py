@@ -44,6 +44,12 @@ def evaluation(draft: Draft) -> None:
     resolve_eval_datasets(draft)
     if draft.eval_function_path is None:
         draft.derive("eval_function_path", draft.rollout_function_path, "same as rollout_function_path")
+    for one in draft.eval_datasets:
+        if one.temperature == 0 and (one.n_samples_per_eval_prompt or 1) > 1:
+            draft.warn(
+                f"evaluation dataset {one.name!r}: its {one.n_samples_per_eval_prompt} responses per prompt "
+                "are greedy, hence equal; give it a temperature above 0, or one response."
+            )
     own_evaluation = draft.eval_function_path != DEFAULT_ROLLOUT_FUNCTION
     if draft.eval_interval is not None and not draft.eval_datasets and not own_evaluation:
         raise ValueError(

@@ -149,6 +149,8 @@ def _check_steps(draft: Draft, total: int) -> None:
 
 def explain_batch(args: Any) -> str:
     """Return a line such as `4 prompts x 8 samples = 32 = 1 optimizer step of 32, at most 4096 tokens`."""
+    if args.num_rollout == 0:
+        return "no training steps: this run only evaluates"
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     steps = count(samples // args.global_batch_size, "optimizer step")
     line = f"{_samples(args)} = {steps} of {args.global_batch_size}"

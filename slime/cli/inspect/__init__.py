@@ -13,7 +13,7 @@ MISTAKE = 2  # exit code
 
 
 def command(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
-    """Decorator: a ValueError ends the command with one `error:` line and exit code 2."""
+    """Decorator: ValueError and PermissionError end the command with one `error:` line and exit code 2."""
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str]) -> int:
@@ -21,7 +21,9 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
             return main(argv)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
-            return MISTAKE
+        except PermissionError as error:
+            print(f"error: {error.filename}: {error.strerror}; ask for access to it.", file=sys.stderr)
+        return MISTAKE
 
     return guarded
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from aiohttp import web
 
 from slime import dashboard
+from slime.cli.bounded_numbers import between
 from slime.cli.inspect import command
 from slime.dashboard.access import Access
 from slime.dashboard.run_folder import open_runs
@@ -157,7 +158,12 @@ def _parser() -> argparse.ArgumentParser:
     add("run", nargs="*", type=Path, metavar="RUN", help="folder of a run, or one with several runs in it")
     others = "others can connect to any but a loopback address, with the token"
     add("--host", default="127.0.0.1", help=f"address to listen on; {others}. Default: %(default)s")
-    add("--port", type=int, default=DEFAULT_PORT, help="default: %(default)s, or any free port")
+    add(
+        "--port",
+        type=between(0, 65535, int),
+        default=DEFAULT_PORT,
+        help="default: %(default)s, or any free port",
+    )
     add("--demo", action="store_true", help="show a small recorded run that ships with slime")
     add("--beside", action="store_true", help=argparse.SUPPRESS)  # set by `slime train --dashboard`
     add("--open", action="store_true", help="open a browser")

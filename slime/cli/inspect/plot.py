@@ -1,6 +1,7 @@
 """`slime plot RUN [RUN...]`: plot metrics of one or several runs, in the terminal or as a picture.
 
-Runs that differ by their seed only are drawn as one: their mean, and a band of one standard deviation.
+Runs that differ by their seed, and by nothing else, are one curve: their
+mean, and a band of one standard deviation.
 """
 
 import argparse
@@ -60,10 +61,15 @@ def main(argv: Sequence[str]) -> int:
 def _groups(folders: Sequence[str], *, by_seed: bool) -> dict[str, Group]:
     """Read the runs; those whose settings differ by the seed only are one group under one label."""
     alike: dict[str, dict[str, dict[str, Curve]]] = {}
+    seeds: set[tuple[str, str]] = set()
     for name in dict.fromkeys(folders):
         record = read_run(Path(name)) if by_seed else None
         key = record.settings_without_seed() if record is not None else None
-        alike.setdefault(key or name, {})[name] = _curves(Path(name))
+        if record is None or key is None or (key, record.seed) in seeds:
+            key = name  # a repetition is no further seed
+        else:
+            seeds.add((key, record.seed))
+        alike.setdefault(key, {})[name] = _curves(Path(name))
     return {_label(list(runs)): list(runs.values()) for runs in alike.values()}
 
 

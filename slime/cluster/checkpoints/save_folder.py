@@ -180,21 +180,21 @@ def check_folders(args: Args) -> Iterator[Finding]:
     """Report why a run with these settings could not use its folders, without writing anything."""
     run_dir, save = Path(args.run_dir), Path(args.save or "")
     looks: list[tuple[str, Callable[[], object]]] = [
-        ("--run-dir", lambda: _refuse_unwritable("--run-dir", run_dir)),
+        ("--run-dir", lambda: refuse_unwritable("--run-dir", run_dir)),
         ("--run-dir", lambda: refuse_locked(run_dir, "--run-dir")),
         ("--run-dir", lambda: refuse_taken(args)),
         ("--load", lambda: _refuse_load(args)),
     ]
     if args.save is not None:
         looks += [
-            ("--save", lambda: _refuse_unwritable("--save", save)),
+            ("--save", lambda: refuse_unwritable("--save", save)),
             ("--save", lambda: refuse_locked(save, "--save")),
             ("--save", lambda: _refuse_others(args)),
         ]
     if args.save_hf is not None:
         there = _fixed_part(args.save_hf)
         looks += [
-            ("--save-hf", lambda: _refuse_unwritable("--save-hf", there)),
+            ("--save-hf", lambda: refuse_unwritable("--save-hf", there)),
             ("--save-hf", lambda: _refuse_other_models(args)),
         ]
     load = args.load or ""
@@ -218,7 +218,7 @@ def _refuse_load(args: Args) -> None:
             compare_inputs(args, checkpoint, digest_inputs(args))
 
 
-def _refuse_unwritable(flag: str, folder: Path) -> None:
+def refuse_unwritable(flag: str, folder: Path) -> None:
     """Try the folder, or the nearest one that exists, and leave nothing there."""
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.exists(p))
     before = there.stat()

@@ -172,4 +172,4 @@ def _as_before(stream: TextIO, fd: int) -> TextIO:
             return stream
     except (OSError, ValueError, AttributeError):
         return stream
-    return os.fdopen(os.dup(fd), "w", encoding=stream.encoding, errors="replace", buffering=1)
+    return os.fdopen(os.dup(fd), "w", encoding=stream.encoding, errors=stream.errors, buffering=1)

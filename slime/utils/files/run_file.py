@@ -37,8 +37,9 @@ LAST_MODEL = "model"  # a link in the folder of a run to the model that it saved
 _RESERVE = ".run.json.room"  # reserved space: overwritten and renamed at the end of a run on a full disk
 _RESERVE_BYTES = 32 << 10  # in addition to the size at the start: restarts, and why the run ended
 _PACKAGES = "slime-rl torch transformers safetensors numpy ray sglang megatron-core flash-attn"
+_SEEDS = ("seed", "rollout_seed")
 # Settings in which runs that differ only by their seed may differ.
-_OF_ONE_RUN = {"seed", "rollout_seed", "config", "load", "quiet", "log_level", "dashboard"}
+_OF_ONE_RUN = {*_SEEDS, "config", "load", "quiet", "log_level", "dashboard"}
 _FINISHED, _LOST = "finished", "lost: the process ended without a word"
 CLAIM = "claim"  # the name of a lock: a run that is about to start has chosen this folder
 _SECRET = "********"  # replaces a secret in the settings
@@ -81,6 +82,11 @@ class RunRecord:
     @property
     def num_starts(self) -> int:
         return len(self.earlier) + 1
+
+    @property
+    def seed(self) -> str:
+        """Return the seeds of the run as text, to compare."""
+        return str([self.last.settings.get(name, {}).get("value") for name in _SEEDS])
 
     def settings_without_seed(self) -> str | None:
         """Return the settings as text, without folder and seed: equal in runs that differ by the seed only.
@@ -265,9 +271,12 @@ def _as_written(value: Any) -> Any:
 
 def refuse_other_run(folder: Path, resumption: Resumption | None) -> tuple[RunRecord | None, bool]:
     """Return a folder's run, and whether `resumption` resumes it. FolderInUse: it is another run."""
-    before = read_run(folder)
+    try:
+        before, used = read_run(folder), is_used(folder)
+    except PermissionError as error:
+        raise PermissionError(f"--run-dir {folder} cannot be read ({error.strerror})") from None
     resumes = resumption is not None and resumption.continues(before)
-    if is_used(folder) and not resumes:
+    if used and not resumes:
         owner = "an earlier run (it has metrics, and no run.json that names the run)"
         way_out = ", or resume that run (--load with the folder of its --save)."
         if before is not None:

@@ -2,9 +2,10 @@
 
 // [{label, keys, index}]: the groups of the selected runs. `index` gives the colour.
 export function seedGroups(keys, runs, each = false) {
-  const groups = new Map();
+  const groups = new Map(), seen = new Set();
   keys.forEach((key, index) => {
-    const run = runs.find((one) => one.key === key), name = each ? key : run?.group ?? key;
+    const run = runs.find((one) => one.key === key), one = `${run?.group} ${run?.seed}`, name = each || seen.has(one) ? key : run?.group ?? key;
+    seen.add(one); // a repetition of a run is no further seed
     if (!groups.has(name)) groups.set(name, { label: key, keys: [], index });
     groups.get(name).keys.push(key);
   });
