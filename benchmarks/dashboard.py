@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -104,7 +105,7 @@ def main() -> None:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        address = server.stdout.readline().split()[-1].partition("#")[0]
+        address = re.findall(r"http:\S+", server.stdout.readline())[0]
         ask_server(address, folder.name, options.steps, options.samples)
         if options.browser:
             ask_browser(address, folder.name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -73,7 +74,7 @@ def measure(run: psutil.Popen, folder: Path, options: argparse.Namespace) -> Non
     words = [sys.executable, "-m", "slime", "dashboard", str(folder), "--port", "0"]
     page = psutil.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
-        address = page.stdout.readline().split()[-1].partition("#")[0]
+        address = re.findall(r"http:\S+", page.stdout.readline())[0]
         alone, watched = [], []
         for number in range(options.stretches):
             alone.append(stretch(run, page, folder, options.seconds))
