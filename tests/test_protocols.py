@@ -46,7 +46,6 @@ from slime.utils.misc import load_function
 from slime.utils.types import ExpertArgs, RewardArgs
 from slime.weight_sync.base import LiveSender, Sender
 from slime.weight_sync.delta import publication
-from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.transports import live_sender_of, transport_of
 
 PACKAGE = Path(slime.__file__).parent
@@ -58,8 +57,7 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Rotation: [Balancer, SGLangRouter, Rotations],
     Middleware: [PrefixCacheMiddleware],
     Sender: sorted(
-        {transport_of(name).make_sender for name, row in TRANSPORTS.items() if not row.live}
-        | {LateCopySender},
+        {transport_of(name).make_sender for name, row in TRANSPORTS.items() if not row.live},
         key=lambda c: c.__name__,
     ),
     LiveSender: [live_sender_of(name) for name, row in TRANSPORTS.items() if row.live],

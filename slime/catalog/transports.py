@@ -27,7 +27,7 @@ class TransportRow:
     order_on_cuda: int | None
     mode: str = "full"  # the value of --update-weight-mode that allows it
     content: str = "model"  # or "adapter": low-rank adapters alone
-    live: bool = False  # engines must take part in the sync; a late engine finds no weights to load
+    live: bool = False  # engines must take part in the sync; for a late one the trainer writes files
     # Each trainer rank sends to the engines on its device; False: each pipeline stage sends.
     every_rank: bool = False
     # True: only where trainer and engines share GPUs; False: only where they do not.

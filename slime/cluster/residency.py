@@ -58,6 +58,16 @@ class Residency:
         yield
         self._note_peak(_REPORTED[phase])
 
+    @contextlib.contextmanager
+    def with_parameters(self) -> Iterator[None]:
+        """Keep the trainer's parameters on the device within the block, also while engines generate."""
+        away = self._offload_train and self._phase is GENERATE
+        if away:
+            self._ranks.call(TrainActor.move, params="device", optimizer="cpu")
+        yield
+        if away:
+            self._ranks.call(TrainActor.move, params="cpu", optimizer="cpu")
+
     def make_room(self) -> None:
         """Reduce the engines to their weights, before a trainer starts on their devices."""
         if self._offload_rollout:

@@ -322,7 +322,12 @@ class RolloutManager:
             workers.know_engines(urls)
         self.change_setting("engine_urls", list(urls))
         self.change_setting("rollout_num_engines", len(urls))
-        what = "joined with the current weights" if name == "add_engine" else "left"
+        what = "left"
+        if name == "add_engine":
+            now = self._engines.is_serving(url)
+            what = (
+                "joined with the current weights" if now else "joins when the trainer has written its weights"
+            )
         return f"{url} {what}; engines that generate: {len(urls)}", urls
 
     # -- evaluation

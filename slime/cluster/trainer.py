@@ -54,6 +54,7 @@ class Trainer:
     canary: Canary | None = None  # None: engines and trainer are not compared on fixed texts
     _notes: list[Future[RankNotes]] = field(default_factory=list)  # on the last step
     _changed: dict[str, float] = field(default_factory=dict)  # settings, since the run started
+    _has_trained: bool = False  # since the last push: the weights are not those of the engines
     _pushes_at_training: int = 0  # the number of pushes before the last step, which its checkpoint records
 
     # -- during generation
@@ -65,7 +66,22 @@ class Trainer:
 
     def guard(self, future: Future[R], rollout_id: int) -> Future[R]:
         """Return a future of the rollout side that a lost rank does not end."""
-        return GuardedFuture(future, self.recovery, rollout_id)
+        return GuardedFuture(future, self.recovery, rollout_id, partial(self._serve_late_engine, rollout_id))
+
+    def _serve_late_engine(self, rollout_id: int) -> None:
+        """Write the weights if an engine has restarted after a live push and waits for them."""
+        push = self.weight_push
+        if push is None or not push.wants_files(changed=self._has_trained):
+            return
+        with self.timeline.noted("writing weights for a restarted engine", rollout_id):
+            self.recovery.run(rollout_id, push.write_files, changed=self._has_trained)
+        if self._has_trained:
+            self._note_push(push.num_pushes)
+
+    def _note_push(self, number: int) -> None:
+        assert self.weight_push is not None, "something was pushed"
+        self.replay.append(ReplayEntry(f"weights {number}", partial(self.weight_push.note_pushed, number)))
+        self._has_trained = False
 
     def check(self, rollout_id: int) -> None:
         """Notice a rank that was lost while nobody waits for one."""
@@ -74,6 +90,7 @@ class Trainer:
     # -- a step
 
     def train(self, rollout_id: int, batch: RolloutBatch | None) -> StepReport:
+        self._has_trained = True
         report = self.recovery.run(rollout_id, self._train, rollout_id, batch)
         if batch is not None and self.recovery.is_on:
             self.recovery.note_trained(rollout_id)
@@ -146,11 +163,10 @@ class Trainer:
         with self.timeline.noted("pushing weights", rollout_id), doing:
             metrics = self.recovery.run(rollout_id, push.push)
         self.timeline.add(push.drain_spans(rollout_id))
-        number = push.num_pushes
-        self.replay.append(ReplayEntry(f"weights {number}", partial(push.note_pushed, number)))
+        self._note_push(push.num_pushes)
         if self.canary is not None:
             with self.timeline.doing("the canary", rollout_id):
-                metrics |= self.recovery.run(rollout_id, self.canary.after_push, number)
+                metrics |= self.recovery.run(rollout_id, self.canary.after_push, push.num_pushes)
         return metrics
 
     def end_processes(self, rollout_id: int) -> None:

@@ -59,27 +59,54 @@ class WeightPush:
         started = time.monotonic()
         version = f"{self._run_id}:{self.num_pushes + 1}"
         metrics: dict[str, float] = {}
-        report: LiveReport | None = None
         with self._residency.phase(SYNC):
             if self._live:
                 report, metrics = self._send_live(version)
-            # After a live push, only engines that restart later read this copy; the others generate already.
-            with self._tracer.span("ranks write a copy"):
-                bundle = self._ranks.call(TrainActor.export, version, self._dtype)[0]
-            assert bundle is not None, "the first rank makes the bundle"
-            if report is not None:
-                _check_count(report, bundle)
+                bundle = self._bundle_after(report, version)
+            else:
+                bundle = self._export(version)
             with self._tracer.span("engines take it"):
                 received = self._engines.call_control(EngineWeights.receive, bundle).result()
         self.num_pushes += 1
+        evicted = "perf/engines_evicted"
         return {
             **received,
             **metrics,
+            evicted: received.get(evicted, 0) + metrics.get(evicted, 0),
             **bundle.metrics,
             "perf/update_weights_time": time.monotonic() - started,
             "perf/update_weights_bytes": bundle.nbytes,
             "rollout/weight_version": self.num_pushes,
         }
+
+    def _export(self, version: str) -> WeightBundle:
+        with self._tracer.span("ranks write a copy"):
+            bundle = self._ranks.call(TrainActor.export, version, self._dtype)[0]
+        assert bundle is not None, "the first rank makes the bundle"
+        return bundle
+
+    def _bundle_after(self, report: LiveReport, version: str) -> WeightBundle:
+        """Return what was sent live, with files where an engine needs them; the others generate already."""
+        if report.failures or self._engines.call_control(EngineWeights.needs_files).result():
+            bundle = self._export(version)
+            _check_count(report, bundle)
+            return bundle
+        self.note_pushed(int(version.rpartition(":")[2]))
+        return WeightBundle(version, "disk", report.num_tensors, report.nbytes, None, None)
+
+    def wants_files(self, *, changed: bool) -> bool:
+        """Return whether an engine waits for files of the weights; see `EngineWeights.wants_files`."""
+        if not self._live:
+            return False
+        return self._engines.call_control(EngineWeights.wants_files, changed=changed).result()
+
+    def write_files(self, *, changed: bool) -> None:
+        """Write the trainer's weights for engines that wait; as a new version if they `changed`."""
+        number = self.num_pushes + changed
+        with self._residency.with_parameters():
+            bundle = self._export(f"{self._run_id}:{number}")
+        self._engines.call_control(EngineWeights.add_files, bundle).result()
+        self.num_pushes = number
 
     def _send_live(self, version: str) -> tuple[LiveReport, dict[str, float]]:
         """Pauses the engines, sends the weights and lets them continue; nothing else happens in between."""
@@ -123,6 +150,12 @@ class PushToNobody:
 
     def note_pushed(self, number: int) -> None:
         self._ranks.call(TrainActor.note_push, number)
+
+    def wants_files(self, *, changed: bool) -> bool:
+        return False
+
+    def write_files(self, *, changed: bool) -> None:
+        """Do nothing: there are no engines to write for."""
 
     def push(self) -> dict[str, float]:
         self._ranks.call(TrainActor.note_push, self.num_pushes + 1)

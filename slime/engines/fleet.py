@@ -97,6 +97,7 @@ class EngineFleet:
         self._rotation: Rotation | None = None
         self._expected_version: Callable[[], str | None] = lambda: None
         self._bring_up_to_date: Callable[[str], None] = lambda url: None  # all of its files are loaded
+        self._has_weights: Callable[[], bool] = lambda: True
         self._out: list[FleetServer] = []  # engines that restart, or wait to be restarted
         self._deaths: deque[float] = deque()
         self._eviction: Exception | None = None  # why the fleet last killed an engine
@@ -138,13 +139,18 @@ class EngineFleet:
         self._rotation = rotation
 
     def keep_current(
-        self, version: Callable[[], str | None], bring_up_to_date: Callable[[str], None]
+        self,
+        version: Callable[[], str | None],
+        bring_up_to_date: Callable[[str], None],
+        has_weights: Callable[[], bool] = lambda: True,
     ) -> None:
         """Let probes also check the weights of an engine; `version` returns None: any weights are accepted.
 
-        `bring_up_to_date` is called with the address of a restarted engine, before it joins the rotation.
+        `bring_up_to_date` is called with the address of a restarted engine, before it joins the rotation and
+        as soon as `has_weights` returns that there is something to load.
         """
         self._expected_version, self._bring_up_to_date = version, bring_up_to_date
+        self._has_weights = has_weights
 
     def launch(self) -> None:
         for server in self.servers:
@@ -167,21 +173,29 @@ class EngineFleet:
                 self._heartbeats.add(HttpBeat(part, owes, self._heartbeat_path))
 
     def admit(self, server: FleetServer) -> None:
-        """Let an engine that is ready join: it gets the current weights, and then requests."""
+        """Let an engine that is ready join: it gets the current weights, and then requests.
+
+        If these are not written yet, a thread waits for them.
+        """
         server.wait_ready()
         waits.know_as(server.url, server.plan.name)
         with self._membership:
             self._out.append(server)
             self.servers = (*self.servers, server)
-            try:
-                self._bring_up_to_date(server.url)
-            except BaseException:
-                self._forget(server)
-                raise
-            finally:
-                self._out.remove(server)
+            has_weights = self._has_weights()
+            if has_weights:
+                try:
+                    self._bring_up_to_date(server.url)
+                except BaseException:
+                    self._forget(server)
+                    raise
+                finally:
+                    self._out.remove(server)
         self._expect_heartbeats(server)
-        if self._rotation is not None:
+        if not has_weights:
+            name = f"start of {server.plan.name}"
+            threading.Thread(target=self._bring_back, args=(server,), name=name, daemon=True).start()
+        elif self._rotation is not None:
             self._rotation.add(server)
 
     def dismiss(self, server: FleetServer) -> None:
@@ -290,16 +304,14 @@ class EngineFleet:
     def _bring_back(self, server: FleetServer) -> None:
         try:
             server.wait_ready()
-            with self._membership:
-                if server not in self.servers:  # dismissed while it was restarting
+            while not self._join(server):
+                if self._stopping.wait(self._policy.poll_s) or server not in self.servers:
                     return
-                try:
-                    self._bring_up_to_date(server.url)
-                except RunStopped as error:
-                    self._give_up(error)
-                    return
-                self._out.remove(server)
-                self.num_restarts += 1
+                if not server.alive():
+                    raise RuntimeError(f"it {server.describe_end()} while it waited for weights")
+        except RunStopped as error:
+            self._give_up(error)
+            return
         except Exception as error:  # another death, counted at the next check
             if not self._stopping.is_set():
                 self.evict(server.url, error)
@@ -308,6 +320,16 @@ class EngineFleet:
         if self._rotation is not None:
             self._rotation.add(server)
         logger.warning("%s is ready again at %s", server.plan.name, server.url)
+
+    def _join(self, server: FleetServer) -> bool:
+        """Let a restarted engine load the current weights and serve; False: they are not written yet."""
+        with self._membership:  # not held while an engine waits: a push may come first
+            if server not in self.servers or not self._has_weights():  # the former: dismissed meanwhile
+                return False
+            self._bring_up_to_date(server.url)
+            self._out.remove(server)
+            self.num_restarts += 1
+            return True
 
     @property
     def _why_evicted(self) -> str:

@@ -223,8 +223,15 @@ def gather(futures: Sequence[Future[R]], deadline_s: float | None = None) -> lis
     return [future.result() for future in several]
 
 
-def result_or_failure(future: Future[R], failure: concurrent.futures.Future[None]) -> R:
-    """Return the result of a future, or raise what `failure` gets meanwhile: the result would never come."""
+def result_or_failure(
+    future: Future[R],
+    failure: concurrent.futures.Future[None],
+    meanwhile: Callable[[], object] = lambda: None,
+) -> R:
+    """Return the result of a future, or raise what `failure` gets meanwhile: the result would never come.
+
+    `meanwhile` is called again and again during the wait.
+    """
     name, target = getattr(future, "name", ""), getattr(future, "target", "")
     with waits.waiting(name, target=target), waits.quietly():
         while not failure.done():
@@ -233,4 +240,5 @@ def result_or_failure(future: Future[R], failure: concurrent.futures.Future[None
             except waits.WaitTimeout:
                 if future.done():  # it came as the look ended, or the call itself timed out
                     return future.result(0)
+                meanwhile()
     raise failure.exception() or AssertionError("a failure has an error")

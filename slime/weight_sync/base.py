@@ -3,8 +3,8 @@
 A `WeightBundle` is a version of the weights that any engine can still fetch: it stays valid until the bundle
 after the next one is made, so that an engine that restarts late catches up without asking the trainer.
 
-A live transport sends to paused engines, and leaves nothing to fetch. After the engines have resumed, a
-bundle is written to disk for engines that start late.
+A live transport sends to paused engines, and leaves nothing to fetch. The trainer writes its weights to disk
+when an engine missed them or has restarted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class WeightBundle:
     """One version of the weights, ready to be loaded by engines.
 
     Example: version "3f2a:7" over the "tensor" transport: `payload` is the manifest of three shared segments.
-    Over "disk" it is the folder of a checkpoint, over "delta" where changes are published. `checksum` None:
-    readers of this transport check themselves. `metrics`: the sender's counts, for the log. `written`: the
-    folder of this version; None: no engine reads folders, or it is written on request.
+    Over "disk" it is the folder of a checkpoint, over "delta" where changes are published. None: a live push
+    has brought the version to the engines, and nothing is written. `checksum` None: readers of this transport
+    check themselves. `metrics`: the sender's counts, for the log. `written`: the folder of this version;
+    None: no engine reads folders.
     """
 
     version: str

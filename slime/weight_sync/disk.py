@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import json
@@ -10,7 +9,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.liveness import waits
 from slime.utils.errors import RunStopped
 from slime.utils.files.safetensors_files import all_files, read_tensors, write_index, write_tensors
 from slime.utils.machine import shm
@@ -20,9 +18,7 @@ from slime.wire.control import EngineControl, Receipt
 from slime.wire.manifest import WeightManifest, fill_bucket, plan_bucket
 from slime.wire.protocol import EngineInfo
 
-_WRITE_DEADLINE_S = 600.0
 _KEEP = 2  # versions on disk: the served one, and the previous one while engines switch
-_NO_CAUSE = "the disk of its folder may be full; see the trainer's log"
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
@@ -116,60 +112,7 @@ def copy_config(options: SenderOptions, folder: Path) -> None:
         config.write_text(json.dumps(said, indent=2))
 
 
-class CopyRequest:
-    """Protocol of marker files by which an engine requests a copy of the weights from the trainer.
-
-    `.wanted` is the request. The trainer writes the folder, or renames the marker to `.refused`, which needs
-    no space on a full disk. The marker contains the cause, if it fits: a lack of space ends the run.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._wanted, self._refused = (folder.with_name(folder.name + end) for end in (".wanted", ".refused"))
-
-    def ask(self) -> None:
-        if self.folder.is_dir():
-            return
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._refused.unlink(missing_ok=True)  # left by an earlier attempt; this one may succeed
-        self._wanted.touch()
-
-    def is_requested(self) -> bool:
-        return self._wanted.exists()
-
-    def refuse(self, error: Exception) -> None:
-        """Refuse the request, on the writer's side; the waiting engine reads it at its next check."""
-        stops = isinstance(error, RunStopped)
-        with contextlib.suppress(OSError):  # written before the rename, which the waiting engine acts on
-            self._wanted.write_text(str(error) if stops else f"{type(error).__name__}: {error}")
-        self._wanted.rename(self._refused)
-
-    def raise_refusal(self) -> None:
-        """Raise the error of a refusal, on the requesting side."""
-        if self._refused.exists():
-            cause = self._refused.read_text()
-            kind = RunStopped if not cause or cause.startswith("no room") else RuntimeError
-            raise kind(f"the copy of the weights in {self.folder} could not be written: {cause or _NO_CAUSE}")
-
-    def clear(self) -> None:
-        for mark in (self._wanted, self._refused):
-            mark.unlink(missing_ok=True)
-
-
-async def until_written(folder: Path) -> None:
-    """Request a late copy and wait until it is complete; if it cannot be written, raise the cause."""
-    request = CopyRequest(folder)
-    request.ask()
-    with waits.waiting(f"weights in {folder}", owner="engine", deadline_s=_WRITE_DEADLINE_S) as wait:
-        while not folder.is_dir():
-            request.raise_refusal()
-            if wait.age_s > _WRITE_DEADLINE_S:
-                raise waits.WaitTimeout(f"weights in {folder}: not written after {_WRITE_DEADLINE_S:.0f} s")
-            await asyncio.sleep(0.05)
-
-
 async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> Receipt:
-    await until_written(bundle.payload)
     receipt = await control.update_from_disk(str(bundle.payload), bundle.version)
     # The engine counts the tensors of its loader, which need not match those of the files one to one.
     return Receipt(await control.version(), None, None, receipt.checksum)
@@ -178,7 +121,6 @@ async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo
 async def compare(
     bundle: WeightBundle, control: EngineControl, info: EngineInfo, shm_prefix: str
 ) -> list[str]:
-    await until_written(bundle.payload)
     return await compare_with_folder(bundle.payload, bundle.version, control, info, shm_prefix)
 
 

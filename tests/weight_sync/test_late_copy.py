@@ -1,6 +1,8 @@
-"""The copy for engines that come late, when it cannot be written: who asked hears why at once."""
+"""Weights for engines that missed a live push or restart after it: the trainer writes them only then."""
 
 import asyncio
+import concurrent.futures
+import contextlib
 import errno
 import time
 from types import SimpleNamespace
@@ -9,94 +11,68 @@ import pytest
 import torch
 from aiohttp import web
 from patience import LONG_S, PATIENCE_S
+from safetensors.torch import load_file
 
 from slime.catalog.engines import ENGINES
+from slime.cluster.restart.recovery import Recovery
+from slime.cluster.restart.replay import ReplayLog, SafeState
 from slime.cluster.serving.engine_weights import EngineWeights
+from slime.cluster.trainer import Trainer
+from slime.cluster.weight_push import WeightPush
 from slime.engines.fleet import EngineFleet, WatchPolicy
 from slime.liveness.waits import until
-from slime.utils.async_utils import run
+from slime.runtime.base import Call, Ready
+from slime.utils.async_utils import in_background, run
 from slime.utils.errors import RunStopped
 from slime.weight_sync import disk
-from slime.weight_sync.base import SenderOptions, WeightBundle
-from slime.weight_sync.disk import until_written
-from slime.weight_sync.late_copy import LateCopySender
+from slime.weight_sync.base import LiveReport, SenderOptions, WeightBundle
+from slime.weight_sync.disk import DiskSender
 from slime.wire.control import EngineControl
 from slime.wire.protocol import EngineInfo
 
 UPDATE_FROM_DISK = EngineControl.update_from_disk  # before a fixture replaces it
 
 
-class Disk:
-    """Files are written as always, unless `error` says what the system answers instead."""
+class Ranks:
+    """A trainer of one rank, in this process: its weights are `value`, and it reaches all but `missed`."""
 
-    def __init__(self):
-        self.error: int | None = None
-        self._write = disk.write_tensors
+    def __init__(self, folder):
+        self.value, self.missed, self.noted = 0.0, {}, []
+        self.disk = DiskSender(SenderOptions("slime-x", folder, str(folder)))
 
-    def write(self, path, tensors) -> None:
-        if self.error is not None:
-            path.write_bytes(b"half a file")
-            raise OSError(self.error, errno.errorcode[self.error], str(path))
-        self._write(path, tensors)
+    def part(self, owner):
+        return self
 
+    def call(self, method, *args):
+        return [getattr(self, method.__name__)(*args)]
 
-@pytest.fixture
-def faulty(monkeypatch):
-    made = Disk()
-    monkeypatch.setattr(disk, "write_tensors", made.write)
-    return made
+    def send_live(self, version, dtype, targets):
+        return LiveReport(2, 20, dict(self.missed))
 
+    def export(self, version, dtype):
+        self.disk.send([("a", torch.full((3,), self.value))])
+        self.disk.send([("b", torch.zeros(2))])
+        return self.disk.finish(version)
 
-@pytest.fixture
-def sender(tmp_path):
-    made = LateCopySender(SenderOptions("slime-x", tmp_path / "weights", str(tmp_path)))
-    yield made
-    made.close()
+    def note_version(self, number):
+        self.noted.append(number)
 
 
-def publish(sender, version: str = "run:1"):
-    sender.send([("a", torch.ones(3))])
-    sender.send([("b", torch.zeros(2))])
-    return sender.finish(version)
+class Direct:
+    """A handle on an object of this process."""
+
+    def __init__(self, held):
+        self._held = held
+
+    def call_control(self, method, *args, **kwargs):
+        return Ready(getattr(self._held, method.__name__)(*args, **kwargs))
 
 
-def test_who_asks_hears_the_cause_at_once_and_may_ask_again(sender, faulty):
-    bundle = publish(sender)
-    faulty.error = errno.EIO
-    for _ in range(2):
-        started = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"weights-run-1 could not be written: OSError.*EIO") as caught:
-            run(until_written(bundle.payload))
-        assert time.monotonic() - started < LONG_S and not isinstance(caught.value, RunStopped)
-    faulty.error = None
-    run(until_written(bundle.payload))
-    assert sorted(file.name for file in bundle.payload.parent.iterdir()) == ["weights-run-1"]
-    assert len(list(bundle.payload.glob("*.safetensors"))) == 2
-    publish(sender, "run:2")  # the next push is free
+class Residency:
+    """Nothing is moved: trainer and engines have devices of their own."""
 
-
-def test_a_full_disk_ends_the_wait_with_the_folder_s_name(sender, faulty, tmp_path):
-    bundle = publish(sender)
-    faulty.error = errno.ENOSPC
-    with pytest.raises(
-        RunStopped, match=rf"no room for weights in {tmp_path}/weights .*--update-weight-disk-dir"
-    ):
-        run(until_written(bundle.payload))
-
-
-def test_a_cause_that_does_not_fit_on_the_disk_is_still_a_refusal(sender, faulty, monkeypatch):
-    bundle = publish(sender)
-    faulty.error = errno.ENOSPC
-    write_text = disk.Path.write_text
-
-    def full(path, *args, **kwargs):
-        if path.suffix == ".wanted":
-            raise OSError(errno.ENOSPC, "no space")
-        return write_text(path, *args, **kwargs)
-
-    monkeypatch.setattr(disk.Path, "write_text", full)
-    with pytest.raises(RunStopped, match="the disk of its folder may be full"):
-        run(until_written(bundle.payload))
+    phase = staticmethod(lambda phase: contextlib.nullcontext())
+    with_parameters = staticmethod(contextlib.nullcontext)
 
 
 class Server:
@@ -104,10 +80,10 @@ class Server:
 
     def __init__(self):
         self.plan, self.url, self.pid = SimpleNamespace(name="engine-0"), "http://127.0.0.1:9", 1
-        self.up, self.kills = True, 0
+        self.up, self.kills, self.starts = True, 0, 0
 
     def launch(self) -> None:
-        self.up = True
+        self.up, self.starts = True, self.starts + 1
 
     def wait_ready(self) -> str:
         return self.url
@@ -126,70 +102,207 @@ class Server:
 
 
 @pytest.fixture
-def member(monkeypatch):
-    """(fleet, weights, server): one engine, whose control plane says yes to everything."""
+def world(monkeypatch, tmp_path):
+    """Two engines whose control plane says yes to everything, and a trainer that pushes to them live."""
     info = EngineInfo(ENGINES["sglang"].dialect, "model", "default", 128, 64, {})
+    loaded: list[tuple[str, str, float]] = []  # (engine, version, value) of each load of files
+    held: dict[str, str] = {}
 
     async def yes(*args, **kwargs):
         return None
 
-    for method in ("pause", "flush", "resume", "update_from_disk"):
-        monkeypatch.setattr(f"slime.wire.control.EngineControl.{method}", yes)
-    monkeypatch.setattr(EngineWeights, "info", lambda self, url: info)
-    server = Server()
+    async def load(control, folder, version):
+        value = load_file(f"{folder}/model-00001.safetensors")["a"][0].item()
+        loaded.append((control.url, version, value))
+        held[control.url] = version
+        return SimpleNamespace(checksum=None)
+
+    async def version(control):
+        return held.get(control.url, world.pushed)
+
+    async def ends_update(control):
+        held.pop(control.url, None)
+
+    for method in ("pause", "flush", "resume", "begin_update"):
+        monkeypatch.setattr(EngineControl, method, yes)
+    monkeypatch.setattr(EngineControl, "end_update", ends_update)
+    monkeypatch.setattr(EngineControl, "update_from_disk", load)
+    monkeypatch.setattr(EngineControl, "version", version)
+    monkeypatch.setattr(EngineWeights, "info", lambda self, url: known(self, url))
+
+    def known(weights, url):
+        weights._members.setdefault(url, SimpleNamespace(life=1, info=info, gpu_ids=()))
+        return info
+
+    servers = [Server(), Server()]
+    servers[1].url, servers[1].plan = "http://127.0.0.1:10", SimpleNamespace(name="engine-1")
     args = SimpleNamespace(
         pause_generation_mode="auto",
         check_weight_update_equal=False,
         weight_checksum_interval=None,
         timeouts={"update-weight": 60.0},
     )
-    fleet = EngineFleet([server], WatchPolicy(3, 600.0, poll_s=0.02))
-    weights = EngineWeights(args, "slime-x", ((),), fleet)
+    fleet = EngineFleet(servers, WatchPolicy(9, 600.0, poll_s=0.02))
+    weights = EngineWeights(args, "slime-x", ((), ()), fleet)
     weights._num_pushes = 1  # the deep comparison of the first push is not the subject
-    yield fleet, weights, server
+    ranks = Ranks(tmp_path / "weights")
+    push = WeightPush(
+        ranks, Direct(weights), Residency(), "run", None, transport="distributed", engine_urls=fleet.urls
+    )
+    world = SimpleNamespace(fleet=fleet, weights=weights, servers=servers, ranks=ranks, push=push, pushed="")
+    world.loaded, world.folder, world.args = loaded, tmp_path / "weights", args
+    fleet.wait_ready()  # the watch begins
+    yield world
     fleet.stop()
 
 
-def test_an_engine_that_gets_no_copy_is_evicted_and_the_cause_is_behind_the_end(
-    member, sender, faulty, caplog
-):
-    fleet, weights, server = member
-    faulty.error = errno.EIO
-    assert weights.receive(publish(sender))["perf/engines_evicted"] == 1
-    assert server.kills == 1 and "engine-0 is removed from the fleet: the copy of the weights" in caplog.text
-    fleet.wait_ready()  # the watch begins: it is started again, asks again, and dies too often
-    error = fleet.failure.exception(timeout=PATIENCE_S)
-    assert "engines died 4 times" in str(error) and "EIO" in str(error) and "EIO" in str(error.__cause__)
+def push(world, value: float) -> dict[str, float]:
+    world.ranks.value, world.pushed = value, f"run:{world.push.num_pushes + 1}"
+    return world.push.push()
 
 
-def test_an_engine_that_a_live_push_reached_is_compared_where_asked_for(member, sender, monkeypatch, caplog):
-    """It took the push, says the right version, and holds something else."""
-    fleet, weights, server = member
-    weights._args.check_weight_update_equal = True
+def kill(world, *places: int) -> None:
+    """End engines, and wait until those that replace them have started."""
+    before = {place: world.servers[place].starts for place in places}
+    for place in places:
+        world.servers[place].up = False
+    for place in places:
+        until(lambda place=place: world.servers[place].starts > before[place], "a restart", PATIENCE_S)
+
+
+def serves(world, place: int) -> None:
+    until(lambda: world.fleet.is_alive(world.servers[place].url), "the engine to return", PATIENCE_S)
+
+
+def test_nothing_is_written_or_held_where_no_engine_is_missing(world):
+    assert push(world, 1.0)["perf/engines_missed"] == 0
+    assert not world.folder.exists() and world.loaded == [] and world.ranks.noted == [1]
+    assert not world.push.wants_files(changed=False)
+
+
+def test_an_engine_that_restarts_gets_the_version_that_the_others_serve(world):
+    push(world, 1.0)
+    kill(world, 0)
+    until(lambda: world.push.wants_files(changed=False), "the request", PATIENCE_S)
+    assert not world.fleet.is_alive(world.servers[0].url), "it waits"
+    world.push.write_files(changed=False)
+    serves(world, 0)
+    assert world.loaded == [(world.servers[0].url, "run:1", 1.0)] and world.push.num_pushes == 1
+    assert not world.push.wants_files(changed=False)
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_the_driver_has_the_files_written_while_it_waits_for_a_rollout(world, has_trained):
+    push(world, 1.0)
+    ranks, runtime = SimpleNamespace(lost=None), SimpleNamespace(failure=concurrent.futures.Future())
+    replay = ReplayLog(SafeState(None, None, -1))
+    others = dict.fromkeys(("args", "run", "group", "residency", "saver"))
+    trainer = Trainer(
+        **others,
+        timeline=SimpleNamespace(noted=lambda *about: contextlib.nullcontext()),
+        recovery=Recovery(0, ranks, runtime, replay, print, print),
+        replay=replay,
+        weight_push=world.push,
+    )
+    trainer._has_trained = has_trained
+    world.ranks.value = 2.0 if has_trained else 1.0
+    kill(world, 0, 1)
+
+    rollout = Call("rollout", "generate")
+
+    def generate():
+        serves(world, 0)
+        rollout.set_result("a rollout")
+
+    in_background(generate, "rollout")
+    assert trainer.guard(rollout, 0).result() == "a rollout"
+    assert world.loaded[0][1:] == (("run:2", 2.0) if has_trained else ("run:1", 1.0))
+    assert [entry.name for entry in replay._entries.values()] == (
+        ["weights 2"] if has_trained else []
+    ) and not trainer._has_trained
+
+
+def test_an_engine_that_dies_while_it_waits_is_started_again(world):
+    push(world, 1.0)
+    kill(world, 0)
+    until(lambda: world.push.wants_files(changed=False), "the request", PATIENCE_S)
+    kill(world, 0)
+    world.push.write_files(changed=False)
+    serves(world, 0)
+
+
+def test_after_a_step_of_the_trainer_a_late_engine_waits_for_the_next_version(world):
+    """The others serve the version before, which the trainer has no more."""
+    push(world, 1.0)
+    kill(world, 0)
+    until(lambda: world.push.wants_files(changed=False), "the request", PATIENCE_S)
+    assert not world.push.wants_files(changed=True)
+    push(world, 2.0)
+    until(lambda: world.push.wants_files(changed=False), "the request", PATIENCE_S)
+    world.push.write_files(changed=False)
+    serves(world, 0)
+    assert world.loaded == [(world.servers[0].url, "run:2", 2.0)]
+
+
+def test_where_no_engine_is_left_after_a_step_all_get_the_new_weights_as_a_new_version(world):
+    push(world, 1.0)
+    kill(world, 0, 1)
+    world.ranks.value = 2.0
+    until(lambda: world.push.wants_files(changed=True), "the request", PATIENCE_S)
+    world.push.write_files(changed=True)
+    for place in (0, 1):
+        serves(world, place)
+    assert sorted(world.loaded)[0][1:] == sorted(world.loaded)[1][1:] == ("run:2", 2.0)
+    assert world.weights.version == "run:2" and push(world, 3.0)["rollout/weight_version"] == 3
+
+
+def test_an_engine_that_is_added_to_the_run_gets_the_version_that_the_others_serve(world):
+    push(world, 1.0)
+    added = Server()
+    added.url, added.plan = "http://127.0.0.1:11", SimpleNamespace(name="engine-2")
+    world.fleet.admit(added)
+    assert not world.fleet.is_alive(added.url), "it waits, and the caller does not"
+    until(lambda: world.push.wants_files(changed=False), "the request", PATIENCE_S)
+    world.push.write_files(changed=False)
+    until(lambda: world.fleet.is_alive(added.url), "the engine to join", PATIENCE_S)
+    assert world.loaded == [(added.url, "run:1", 1.0)]
+
+
+def test_an_engine_that_missed_the_push_loads_files_before_the_run_continues(world):
+    world.ranks.missed = {world.servers[1].url: "it hung"}
+    assert push(world, 1.0)["perf/engines_missed"] == 1
+    assert world.loaded == [(world.servers[1].url, "run:1", 1.0)]
+
+
+def test_engines_that_a_live_push_reached_are_compared_where_asked_for(world, monkeypatch, caplog):
+    """They took the push, say the right version, and hold something else."""
+    world.args.check_weight_update_equal = True
 
     async def different(*args):
         return ["model.norm.weight"]
 
     monkeypatch.setattr("slime.weight_sync.disk.reload_and_compare", different)
-    weights._current = set(fleet.urls)
-    assert weights.receive(publish(sender))["perf/engines_evicted"] == 1
-    assert server.kills == 1 and "differs from the trainer in 1 tensors: ['model.norm.weight']" in caplog.text
+    assert push(world, 1.0)["perf/engines_evicted"] == 2
+    assert "differs from the trainer in 1 tensors: ['model.norm.weight']" in caplog.text
 
 
-def test_no_room_for_a_restarted_engine_ends_the_run_at_once(member, sender, faulty):
-    fleet, weights, server = member
-    weights.bundle = publish(sender)
-    faulty.error = errno.ENOSPC
-    server.up = False
-    fleet.wait_ready()
-    until(fleet.failure.done, "the end of the run", PATIENCE_S)
-    assert "no room for weights" in str(fleet.failure.exception()) and server.kills == 0
+def test_a_full_disk_ends_the_run_with_the_folder_s_name(world, monkeypatch):
+    push(world, 1.0)
+
+    def full(path, tensors):
+        raise OSError(errno.ENOSPC, "no space", str(path))
+
+    monkeypatch.setattr(disk, "write_tensors", full)
+    with pytest.raises(
+        RunStopped, match=rf"no room for weights in {world.folder} .*--update-weight-disk-dir"
+    ):
+        world.push.write_files(changed=False)
 
 
 def test_an_engine_that_does_not_answer_within_the_deadline_is_evicted_by_name(
-    member, tmp_path, caplog, monkeypatch
+    world, tmp_path, caplog, monkeypatch
 ):
-    _, weights, server = member
+    server = world.servers[0]
 
     async def silent(request):
         await asyncio.sleep(PATIENCE_S)
@@ -206,14 +319,9 @@ def test_an_engine_that_does_not_answer_within_the_deadline_is_evicted_by_name(
     monkeypatch.setattr(EngineControl, "update_from_disk", UPDATE_FROM_DISK)
     server.url = run(serve())
     (tmp_path / "bundle").mkdir()
-    weights._args.timeouts = {"update-weight": 0.3}
+    world.args.timeouts = {"update-weight": 0.3}
     started = time.monotonic()
-    assert (
-        weights.receive(WeightBundle("run:1", "disk", 1, 4, None, tmp_path / "bundle"))[
-            "perf/engines_evicted"
-        ]
-        == 1
-    )
+    world.weights.receive(WeightBundle("run:1", "disk", 1, 4, None, tmp_path / "bundle"))
     assert time.monotonic() - started < LONG_S and server.kills == 1
     assert (
         "engine-0 is removed from the fleet" in caplog.text

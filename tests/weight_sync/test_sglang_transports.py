@@ -8,13 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from aiohttp import web
-from safetensors.torch import load_file
 
 from slime.utils.async_utils import run
 from slime.weight_sync.base import SenderOptions, Site, Target
 from slime.weight_sync.cuda_ipc import CudaIpcSender
-from slime.weight_sync.disk import until_written
-from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.weight_sync.transports import choose_transport
 from slime.weight_sync.verify import differing
@@ -153,31 +150,3 @@ def test_an_engine_that_refuses_a_live_push_is_reported_and_the_next_push_is_fre
 
 def test_engines_that_differ_are_told_with_their_tensors():
     assert differing({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == ["b", "c"]
-
-
-def test_a_late_copy_is_the_weights_at_the_time_of_the_push_and_appears_whole(tmp_path):
-    sender = LateCopySender(SenderOptions("slime-x", tmp_path, str(tmp_path)))
-    for number in (1, 2, 3):
-        tensors = named_tensors(number)
-        sender.send(tensors[:1])
-        sender.send(tensors[1:])
-        bundle = sender.finish(f"run:{number}")
-        expected = {name: tensor.clone() for name, tensor in tensors}
-        for _, tensor in tensors:
-            tensor.zero_()  # the trainer goes on
-        run(until_written(bundle.payload))
-        held = {}
-        for file in bundle.payload.glob("*.safetensors"):
-            held |= load_file(file)
-        assert bundle.num_tensors == 3 and all(torch.equal(held[name], expected[name]) for name in expected)
-    sender.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_late_copy_that_nobody_asks_for_is_never_written(tmp_path):
-    sender = LateCopySender(SenderOptions("slime-x", tmp_path, str(tmp_path)))
-    for number in (1, 2):
-        sender.send(named_tensors(number))
-        sender.finish(f"run:{number}")
-    assert list(tmp_path.iterdir()) == []
-    sender.close()

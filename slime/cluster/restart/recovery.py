@@ -157,10 +157,20 @@ class Recovery:
 
 
 class GuardedFuture(Generic[R]):
-    """A result from another process than the trainer's; the loss of a rank does not end the wait for it."""
+    """A result from another process than the trainer's; the loss of a rank does not end the wait for it.
 
-    def __init__(self, inner: Future[R], recovery: Recovery, rollout_id: int):
+    `meanwhile` is called during the wait, in which the trainer is idle.
+    """
+
+    def __init__(
+        self,
+        inner: Future[R],
+        recovery: Recovery,
+        rollout_id: int,
+        meanwhile: Callable[[], object] = lambda: None,
+    ):
         self._inner, self._recovery, self._rollout_id = inner, recovery, rollout_id
+        self._meanwhile = meanwhile
 
     def done(self) -> bool:
         return self._inner.done()
@@ -169,7 +179,7 @@ class GuardedFuture(Generic[R]):
         assert deadline_s is None, "a rollout may take as long as it needs"
         while True:
             try:
-                return result_or_failure(self._inner, self._recovery.failure)
+                return result_or_failure(self._inner, self._recovery.failure, self._meanwhile)
             except Exception as error:
                 self._recovery.handle_loss(error, self._rollout_id)
 

@@ -113,6 +113,10 @@ class EnginePlane:
         self._policy.remove_engine(url)
         return url
 
+    def is_serving(self, url: str) -> bool:
+        """Return whether an engine serves; one that has just joined may wait for weights."""
+        return self._fleet.is_alive(url)
+
     @property
     def engines_that_generate(self) -> tuple[str, ...]:
         return self._policy.urls

@@ -2,7 +2,8 @@
 
 For a new version, engines pause, load the weights, are verified and resume. `receive` takes a bundle that
 engines fetch. A live push is `begin_live`, the transfer from the trainer, `finish_live`, and then `receive`
-again with the copy for engines that failed or come late.
+with the files for engines that failed; without files where none did. An engine that restarts later then waits
+until the trainer has written them (`wants_files`, `add_files`).
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class EngineWeights:
         self._num_pushes = 0
         self._loaded = LoadedWeights()
         self.bundle: WeightBundle | None = None  # what an engine that joins now must take
-        fleet.keep_current(lambda: self.version, self.bring_up_to_date)
+        self._awaits_files = False  # a restarted engine cannot join before the trainer writes its weights
+        fleet.keep_current(lambda: self.version, self.bring_up_to_date, self._has_files)
 
     @property
     def version(self) -> str | None:
@@ -102,7 +104,7 @@ class EngineWeights:
         """
         started = time.monotonic()
         with self._freeze():
-            self.bundle = bundle  # whoever joins from now on gets this version
+            self.bundle, self._awaits_files = bundle, False  # whoever joins from now on gets this version
             others = [url for url in self._alive if url not in self._current]
             failures = self._on_each(others, self._take(bundle))
             checked = time.monotonic()
@@ -117,6 +119,23 @@ class EngineWeights:
             "perf/update_weights_check_time": time.monotonic() - checked,
             "perf/engines_evicted": failures,
         }
+
+    def _has_files(self) -> bool:
+        """Return whether a restarted engine can load the current version; if not, ask for its files."""
+        self._awaits_files = self.bundle is not None and self.bundle.payload is None
+        return not self._awaits_files
+
+    def wants_files(self, *, changed: bool) -> bool:
+        """Return whether an engine waits for files of the current version.
+
+        `changed`: the trainer has other weights by now. Engines that serve keep their version until the next
+        push, and one that waits gets the next version. With no engine left there would be no next push.
+        """
+        return self._awaits_files and not (changed and self._alive)
+
+    def add_files(self, bundle: WeightBundle) -> None:
+        """Let waiting engines load these files: of the current version, or of a new one that none serves."""
+        self.bundle, self._awaits_files = bundle, False
 
     def bring_up_to_date(self, url: str) -> None:
         """Give a restarted engine the current weights, and release the memory that the others released."""
@@ -217,6 +236,15 @@ class EngineWeights:
             "perf/engines_evicted": failures,
         }
 
+    def needs_files(self) -> bool:
+        """Return whether `receive` needs files after `finish_live`: for missed engines, or to compare."""
+        unproven = [
+            url
+            for url in (self._alive if self._num_pushes == 0 else ())
+            if not (self.info(url).dialect.compares_manifests or self._loaded.is_noted(self._key(url)))
+        ]
+        return bool(unproven or set(self._alive) - self._current) or self._args.check_weight_update_equal
+
     # -- memory
 
     def release(self, tags: frozenset[Tag]) -> None:
@@ -275,7 +303,8 @@ class EngineWeights:
                 apart_from = f"engines {reference} and {url} hold different weights in {len(names)} tensors"
                 self._fleet.evict(url, RuntimeError(f"{apart_from}: {names[:8]}"))
                 failures += 1
-        if first and not proven and not self.info(reference).dialect.compares_manifests:
+        comparable = bundle.payload is not None and not self.info(reference).dialect.compares_manifests
+        if first and not proven and comparable:
             failures += self._on_each([reference], self._compare_paused(bundle))
         return failures + self._evict_overwritten(apart)
 
@@ -310,6 +339,8 @@ class EngineWeights:
         url = next((server.url for server in self._fleet.servers if server.plan.name == name), None)
         if bundle is None or url is None or not self._fleet.is_alive(url):
             return "it is gone, or nothing was sent to it"
+        if bundle.payload is None:
+            return "no files of this version were written (--check-weight-update-equal compares every push)"
 
         async def compare() -> list[str]:
             info = self.info(url)

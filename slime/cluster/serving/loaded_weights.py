@@ -62,6 +62,9 @@ class LoadedWeights:
             del self._noted[key]
         await control.flush()  # frees the memory that the noise needed
 
+    def is_noted(self, key: LifeKey) -> bool:
+        return key in self._noted
+
     def differing_tensors(self, key: LifeKey, held: Mapping[str, str]) -> list[str] | None:
         """Return the tensors that differ from the loaded ones; None: the engine was not overwritten."""
         return differing(self._noted[key], held) if key in self._noted else None

@@ -31,8 +31,8 @@ from slime.weight_sync.base import (
     Target,
     WeightBundle,
 )
+from slime.weight_sync.disk import DiskSender
 from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named, served_config
-from slime.weight_sync.late_copy import LateCopySender
 from slime.weight_sync.stage_turns import StageTurns
 from slime.weight_sync.transports import live_sender_of, transport_of
 
@@ -44,7 +44,7 @@ class RankSender:
     """Sends weights from a trainer rank. Construction and every push are collective calls of all ranks.
 
     The first rank sends: `TrainBackend.export` gives it whole tensors. Live transports send from more ranks,
-    in their own ways; after a live push the first rank writes a copy to disk for engines that start later.
+    in their own ways; the first rank then writes files only when an engine needs them.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RankSender:
             self._open_live(transport)
         self._sender: Sender | None = None  # None: another rank sends
         if rank == 0:
-            make_sender = LateCopySender if live else transport_of(transport).make_sender
+            make_sender = DiskSender if live else transport_of(transport).make_sender
             self._sender = make_sender(self._sender_options())
 
     def know_engines(self, urls: tuple[str, ...]) -> None:
