@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from slime.catalog.transports import TRANSPORTS
 from slime.cluster.residency import SYNC, Residency
@@ -122,9 +123,10 @@ class WeightPush:
         reports = [report for report in sent if report is not None]
         # Each sending rank reports the whole model, sent to its own engines or in turns to all.
         failures = {url: why for report in reports for url, why in report.failures.items()}
-        report = LiveReport(reports[0].num_tensors, reports[0].nbytes, failures)
+        report = replace(reports[0], failures=failures)
         with self._tracer.span("engines resume"):
             metrics = self._engines.call_control(EngineWeights.finish_live, version, targets, report).result()
+        metrics["perf/update_weights_rank_bytes"] = max(report.largest_share for report in reports)
         return report, {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}
 
 

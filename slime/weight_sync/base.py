@@ -65,11 +65,15 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LiveReport:
-    """Outcome of a live push, over all stages. `failures`: engine address -> why it has no new weights."""
+    """Outcome of a live push, over all stages. `failures`: engine address -> why it has no new weights.
+
+    `largest_share`: the bytes that the rank sent which sent most.
+    """
 
     num_tensors: int
     nbytes: int
     failures: dict[str, str]
+    largest_share: int = 0
 
 
 class LiveSender(Protocol):

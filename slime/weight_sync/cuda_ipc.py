@@ -108,7 +108,7 @@ class CudaIpcSender:
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
-        return LiveReport(self._num_tensors, self._nbytes, self._failures)
+        return LiveReport(self._num_tensors, self._nbytes, self._failures, self._nbytes)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -59,7 +59,12 @@ class StageTurns:
         if self._sender is None:
             return None
         failures = {url: why for report in reports for url, why in report.failures.items()}
-        return LiveReport(sum(r.num_tensors for r in reports), sum(r.nbytes for r in reports), failures)
+        return LiveReport(
+            sum(r.num_tensors for r in reports),
+            sum(r.nbytes for r in reports),
+            failures,
+            max(r.nbytes for r in reports),
+        )
 
     def _send_stage(
         self, version: str, targets: tuple[Target, ...], buckets: Iterator[NamedTensors]

@@ -7,6 +7,7 @@ line) or `die_at` ([stage, bucket]: end when engines wait in the middle of it). 
 came of it.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -90,12 +91,7 @@ def main(rank: int, num_stages: int, world: int, port: int, deadline_s: int) -> 
             say(silent=True)
         else:
             seconds = time.monotonic() - started
-            say(
-                failures=report.failures,
-                num_tensors=report.num_tensors,
-                nbytes=report.nbytes,
-                seconds=seconds,
-            )
+            say(**dataclasses.asdict(report), seconds=seconds)
     if sender is not None:
         sender.close()
 

@@ -1,6 +1,7 @@
 """Pipeline stages push in turns to real engine processes, while engines and senders die."""
 
 import asyncio
+import dataclasses
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,7 +129,7 @@ class OneStage:
 
     def push(self, targets, version: str, model: Path) -> list[dict]:
         report = StageTurns(0, 1, self.sender).send(version, targets, buckets({"model": model}, StagePlace()))
-        return [{"failures": report.failures, "num_tensors": report.num_tensors, "nbytes": report.nbytes}]
+        return [dataclasses.asdict(report)]
 
 
 def test_a_broken_broadcast_names_who_failed_and_who_has_not_answered(monkeypatch):
@@ -178,6 +179,7 @@ def test_engines_hold_after_a_push_by_stages_what_a_push_by_disk_gives(
         targets = served[1].begin_live()
         answers = ranks.push(targets, version, models[which])
         assert answers[0]["failures"] == {} and answers[0]["num_tensors"] == len(expected[0])
+        assert (answers[0]["largest_share"] < answers[0]["nbytes"]) == (num_stages == 2)
         if num_stages == 2:
             same = {key: value for key, value in answers[0].items() if key != "seconds"}
             assert same.items() <= answers[1].items(), "each sender tells of the whole push"
