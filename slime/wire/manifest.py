@@ -14,6 +14,7 @@ import torch
 
 ALIGNMENT = 16  # bytes; every tensor starts on a multiple, so that a typed view of the segment is legal
 _CHUNK_WORDS = 1 << 17  # 1 MiB of int64: the temporaries of the checksum stay in cache
+_CHUNK_WORDS_GPU = 1 << 24  # 128 MiB: each chunk waits for the device
 # Segments of one update; each is a mapping of its own, of which a process may have some 65,000.
 MAX_BUCKETS = 16_384
 
@@ -48,11 +49,15 @@ def byte_checksum(data: torch.Tensor) -> int:
     if body.storage_offset() % 8 or not body.is_contiguous():
         body = body.contiguous().clone()
     words, total = body.view(torch.int64), 0
-    odd = torch.arange(min(_CHUNK_WORDS, words.numel()), dtype=torch.int64, device=data.device) * 2 + 1
-    for start in range(0, words.numel(), _CHUNK_WORDS):
+    size = _CHUNK_WORDS_GPU if data.is_cuda else _CHUNK_WORDS
+    odd = torch.arange(min(size, words.numel()), dtype=torch.int64, device=data.device) * 2 + 1
+    for start in range(0, words.numel(), size):
         # x * (2 (start + j) + 1) = x * (2 j + 1) + x * 2 start; int64 arithmetic wraps modulo 2^64.
-        chunk = words[start : start + _CHUNK_WORDS]
-        total += int(torch.dot(chunk, odd[: len(chunk)])) + int(chunk.sum()) * 2 * start
+        chunk = words[start : start + size]
+        factors = odd[: len(chunk)]
+        # CUDA has no dot product of integers.
+        weighted = (chunk * factors).sum() if data.is_cuda else torch.dot(chunk, factors)
+        total += int(weighted) + int(chunk.sum()) * 2 * start
     if tail:
         last = int.from_bytes(bytes(data[data.numel() - tail :].tolist()), "little")
         total += last * (2 * words.numel() + 1)

@@ -95,3 +95,9 @@ def test_a_tensor_beyond_its_bucket_is_refused():
 def test_something_that_is_no_manifest_is_refused(data):
     with pytest.raises(ValueError, match="not a weight manifest"):
         m.WeightManifest.from_json(data)
+
+
+@pytest.mark.gpu
+def test_the_checksum_of_a_device_is_that_of_the_host():
+    data = torch.randint(0, 256, (3 * 2**20 + 5,), dtype=torch.uint8)
+    assert m.byte_checksum(data.cuda()) == m.byte_checksum(data)
