@@ -293,7 +293,8 @@ def _value(name: str, value: Any, inputs: Path, settings: Mapping[str, Any]) -> 
     if isinstance(value, (list, tuple)):
         return [_value(name, item, inputs, settings) for item in value]
     if callable(value):
-        return _path_of(name, value, inputs, needs_pickle=settings.get("runtime") == "ray")
+        elsewhere = settings.get("runtime") == "ray" or settings.get("rollout_workers", 1) != 1
+        return _path_of(name, value, inputs, needs_pickle=elsewhere)
     return value.item() if hasattr(value, "item") and hasattr(value, "dtype") else value
 
 

@@ -103,6 +103,8 @@ def test_a_function_that_cannot_travel_is_told_where_it_must(started):
     assert load_function(started[0].custom_rm_path) is reward
     with pytest.raises(ValueError, match=r"rm .* cannot be sent to other processes: TypeError"):
         train("model", reward, ROWS, runtime="ray", **LENGTHS)
+    with pytest.raises(ValueError, match=r"rm .* cannot be sent to other processes: TypeError"):
+        train("model", reward, ROWS, rollout_workers=2, **LENGTHS)
 
 
 def test_names_of_built_in_rewards_and_importable_functions_stay_names(started):
