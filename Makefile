@@ -90,7 +90,7 @@ test-trackers: $(STAMP)
 
 # The dashboard and the site of the docs in a real browser: Debian's chromium, driven by playwright from an environment of its own.
 test-browser: $(STAMP) $(BROWSER_VENV)/.installed
-	$(BROWSER_VENV)/bin/python -m pytest -q -m browser --timeout 300 tests/dashboard/test_browser.py \
+	$(BROWSER_VENV)/bin/python -m pytest -q -m browser --timeout 300 tests/dashboard/test_browser*.py \
 	  tests/docs/test_site_browser.py
 
 $(BROWSER_VENV)/.installed:
