@@ -24,6 +24,8 @@ from slime.runtime.base import Runtime
 from slime.utils.errors import RunStopped
 from slime.utils.files.step_folders import StepFolder, same_folder
 from slime.utils.machine import shm
+from slime.utils.machine.ports import is_own
+from slime.utils.machine.run_identity import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ class Question:
 
     needed: tuple[Needed, ...]
     folders: tuple[str, ...]
-    driver: str  # its address
+    addresses: tuple[str, ...]  # of all hosts, by which the scheduler knows them
+    env: dict[str, str]  # what the user sets for trainer ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ class Answer:
 
 def answer(question: Question) -> Answer:
     """Return what this host says to a question."""
-    return Answer(host_facts(question.driver, question.folders), find_unreadable(question.needed))
+    own = next(filter(is_own, question.addresses), LOOPBACK)
+    return Answer(host_facts(own, question.folders, question.env), find_unreadable(question.needed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +105,12 @@ def ask_hosts(args: Args, runtime: Runtime, checkpoint: StepFolder | None, *, is
         files = ((flag, path) for flag, paths in read_files(args, checkpoint).items() for path in paths)
         needed += [Needed(flag, str(path), path.stat().st_size) for flag, path in files if path.is_file()]
         folders, own = tuple(str(one) for one in shared_folders(args).values()), runtime.driver_address
+        addresses = tuple(host.rpartition("(")[2].rstrip(")") for host in runtime.other_hosts)
+        env = {name: str(value) for name, value in (args.train_env_vars or {}).items()}
         started = time.time()
-        answers = runtime.ask_other_hosts(answer, Question(tuple(needed), folders, own))
+        answers = runtime.ask_other_hosts(answer, Question(tuple(needed), folders, addresses, env))
         asked = started, time.time()
-        facts = {f"{socket.gethostname()} ({own})": host_facts(own, folders)}
+        facts = {f"{socket.gethostname()} ({own})": host_facts(own, folders, env)}
     facts |= {host: found.facts for host, found in answers.items() if isinstance(found, Answer)}
     flags = dict.fromkeys(one.flag for one in needed)
     wrong = {

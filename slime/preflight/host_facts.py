@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import re
 import shutil
@@ -14,11 +15,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 import torch
 
 from slime.preflight.findings import Finding
 from slime.utils.machine import shm
-from slime.utils.machine.ports import interface_towards
+from slime.utils.machine.ports import GLOO_INTERFACE, NCCL_INTERFACE, interface_towards
 
 # Of which different versions on two hosts compute other numbers, or cannot read each other's data.
 _PACKAGES = ("slime-rl", "torch", "transformers", "ray", "numpy", "megatron-core")
@@ -31,7 +33,9 @@ _NO_GPU = "no GPU"
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What one host says of itself. `room`: free bytes by folder; `network`: its interface, and how fast.
+    """What one host says of itself. `room`: free bytes by folder; `interface`, `speed`: what ranks use there.
+
+    `wrong_interface`: a variable of the user that names an interface which the host does not have.
 
     Example: HostFacts({"python": "3.12", "torch": "2.11.0"}, 1.7e9, {"/tmp": 1 << 40}, "eth0", "25 Gb/s",
     "8 x NVIDIA H200, driver 570.86").
@@ -43,16 +47,24 @@ class HostFacts:
     interface: str
     speed: str
     devices: str
+    wrong_interface: str | None = None
 
 
-def host_facts(towards: str, folders: Iterable[str]) -> HostFacts:
-    """Return the facts of this host. `towards`: the driver's address, whose interface is meant."""
-    interface = interface_towards(towards) or "no interface"
+def host_facts(address: str, folders: Iterable[str], env: Mapping[str, str]) -> HostFacts:
+    """Return the facts of this host. `address`: by which others reach it; `env`: of its ranks."""
+    given = {**os.environ, **env}
+    own = interface_towards(address) or "no interface"
+    interface, nccl = given.get(GLOO_INTERFACE) or own, given.get(NCCL_INTERFACE) or f"={own}"
+    wrong = [name for name in interface.split(",") if name != own and name not in psutil.net_if_addrs()]
     room = {}
     for folder in dict.fromkeys([tempfile.gettempdir(), str(shm.FOLDER), *folders]):
         with contextlib.suppress(OSError):  # a missing folder is reported by the check of files
             room[folder] = shutil.disk_usage(folder).free
-    return HostFacts(_versions(), time.time(), room, interface, _speed(interface), _devices())
+    shown = interface if nccl == f"={interface}" else f"{interface} (NCCL: {nccl})"
+    return HostFacts(
+        *(_versions(), time.time(), room, shown, _speed(interface.partition(",")[0]), _devices()),
+        f"{GLOO_INTERFACE}={interface}" if wrong else None,
+    )
 
 
 def _devices() -> str:
@@ -100,6 +112,9 @@ def compare_hosts(facts: Mapping[str, HostFacts], asked: tuple[float, float]) ->
     devices = {host: one.devices for host, one in facts.items() if one.devices != _NO_GPU}
     yield from _odd_ones("devices", devices, "warning", "the slowest host decides the speed of all")
     for host, one in facts.items():
+        if one.wrong_interface is not None:
+            text = f"{one.wrong_interface}: this host has no such interface; leave it out, or correct it."
+            yield Finding("error", host, text)
         wrong_s = max(asked[0] - one.clock, one.clock - asked[1], 0.0)
         if wrong_s > _CLOCK_S:
             text = f"its clock is {wrong_s:.0f} s off the driver's: times in logs, curves and traces mislead"

@@ -111,6 +111,14 @@ def test_hosts_with_several_networks_and_a_name_on_loopback_meet_at_the_addresse
     with network_hosts(2, shared=tmp_path, version=version, misnamed=True) as hosts, ray_on(hosts) as address:
         words = relative_flags(world, "run", num_rollout=2, update_weight_transport="distributed")
         env = {"RAY_ADDRESS": address, **environment()}
+        wrong = ("--train-env-vars", '{"GLOO_SOCKET_IFNAME": "ib0"}')
+        doctor = (sys.executable, "-m", "slime", "doctor", "--hosts", *words, *wrong)
+        looked = hosts[0].run(*doctor, cwd=str(tmp_path), **env)
+        for host in hosts:
+            name = f"{host.name} ({host.address}): "
+            assert f"{name}no GPU; ib0 (NCCL: =eth0), " in looked.stdout, looked.stdout
+            assert f"{name}GLOO_SOCKET_IFNAME=ib0: this host has no such" in looked.stdout, looked.stdout
+        assert looked.returncode not in (0, 124), looked.stdout
         done = hosts[0].run(sys.executable, str(ROOT / "train.py"), *words, cwd=str(tmp_path), **env)
     assert done.returncode == 0, done.stdout[-6000:]
     assert "by the transport distributed" in done.stdout

@@ -7,10 +7,10 @@ import socket
 
 import psutil
 
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 # Libraries that choose a network interface by themselves, and how each is given the name of one; NCCL takes
 # a name without "=" as the beginning of names.
-_INTERFACE_OF = {GLOO_INTERFACE: "{}", "NCCL_SOCKET_IFNAME": "={}"}
+_INTERFACE_OF = {GLOO_INTERFACE: "{}", NCCL_INTERFACE: "={}"}
 
 
 def find_available_port(base_port: int = 0) -> int:
@@ -106,6 +106,15 @@ def interface_towards(host: str) -> str | None:
         if any(one.address.partition("%")[0] == address for one in addresses):
             return name
     return None
+
+
+def is_own(address: str) -> bool:
+    """Return whether an interface of this machine has the address."""
+    try:
+        *_, (found, *_) = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError:
+        return False
+    return address_towards(address) == found
 
 
 def interface_environment(address: str) -> dict[str, str]:
