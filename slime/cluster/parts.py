@@ -48,6 +48,7 @@ from slime.weight_sync.transports import choose_adapter_transport, choose_transp
 logger = logging.getLogger(__name__)
 
 _ENGINES_CLOSE_DEADLINE_S = 60.0
+_COPY_DEADLINE_S = 900.0  # of a record of a GiB to a slow network file system
 _READ_DEADLINE_S = 600.0  # a batch from the ledger
 
 
@@ -72,6 +73,7 @@ class Parts:
         self.run = replace(self.run, host=placement.host)
         spec = WorkerSpec(name="rollout", near_driver=True)
         process = runtime.spawn(spec, RolloutProcess, args, self.run, placement, runtime)
+        self.closing.add(lambda: process.call_control(RolloutProcess.close_record).result(_COPY_DEADLINE_S))
         self.closing.add(lambda: process.call_control(RolloutProcess.close).result(_ENGINES_CLOSE_DEADLINE_S))
         launched = process.call(RolloutProcess.launch)
         ranks = RankProcesses(args, self.run, runtime, placement.trainer)

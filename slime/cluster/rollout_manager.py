@@ -133,6 +133,9 @@ class RolloutProcess:
         if self._plane is not None:
             self._plane.close()
         ledger.use(None)
+
+    def close_record(self) -> None:
+        """Close the record, after all who write to it; its last copy may take long."""
         self._recording.close()
 
 

@@ -15,6 +15,7 @@ from slime.liveness import stacks
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
 from slime.utils.machine import children, garbage, shm
 from slime.utils.machine.open_files import raise_limit
+from slime.utils.machine.ports import family_of, with_port
 
 if TYPE_CHECKING:
     from slime.engines.embedded.http_server import Server
@@ -102,7 +103,8 @@ async def _serve(args: argparse.Namespace) -> None:
     from aiohttp import web  # late: --help stays fast
 
     # Bound before the model loads, so that a port in use fails at once.
-    listener = socket.create_server((args.host, args.port), backlog=_BACKLOG)
+    family = family_of(args.host)
+    listener = socket.create_server((args.host, args.port), family=family, backlog=_BACKLOG)
     raise_limit()
     # Bodies are not decompressed: a compressed one is refused.
     app = _make_server(args).make_app()
@@ -119,7 +121,7 @@ async def _serve(args: argparse.Namespace) -> None:
         part = args.ready_file.with_suffix(".part")
         part.write_text(json.dumps({"port": port, "pid": os.getpid()}))
         part.rename(args.ready_file)
-    logging.getLogger(__name__).info("serving %s on http://%s:%d", args.model_path, args.host, port)
+    logging.getLogger(__name__).info("serving %s on http://%s", args.model_path, with_port(args.host, port))
     await stop.wait()
     sys.stdout.flush()
     # Exit here: the end of the event loop would wait for its threads, and one may wait minutes for a process
