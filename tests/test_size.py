@@ -17,7 +17,7 @@ BUDGETS: dict[str, int] = {
     "batch": 992,
     "catalog": 1595,
     "cli": 6985,
-    "cluster": 6715,
+    "cluster": 6720,
     "dashboard": 1720,
     "data": 1010,
     "engines": 6882,

@@ -16,6 +16,7 @@ from slime.rollout.on_policy_distillation import reward_func
 from slime.utils.async_utils import get_loop, run
 from slime.utils.http_utils import HttpError
 from slime.utils.machine import shm
+from slime.utils.machine.ports import is_port_available, with_port
 from slime.utils.types import Sample
 from slime.wire.control import EngineControl
 
@@ -54,6 +55,14 @@ def test_an_engine_that_awaits_weights_serves_after_the_first_push_and_dies_with
         assert process.wait(PATIENCE_S) == 1
         eventually(lambda: shm.list_segments(prefix) == [])
         assert not left.path.exists()
+
+
+def test_an_engine_serves_at_an_address_of_version_6(tied_folder, tmp_path):
+    if not is_port_available(0, "::1"):
+        pytest.skip("this machine has no version 6 of the Internet Protocol")
+    with start_engine(tied_folder, tmp_path, "--host", "::1", "--device", "cpu") as (url, *_):
+        info = run(EngineControl(f"http://{with_port('::1', url.rpartition(':')[2])}").info())
+    assert info.model_path == str(tied_folder)
 
 
 def test_an_input_is_scored_as_a_teacher_does_it_and_leaves_nothing_behind(tied_folder, tmp_path):
