@@ -241,7 +241,9 @@ class EngineWeights:
         unproven = [
             url
             for url in (self._alive if self._num_pushes == 0 else ())
-            if not (self.info(url).dialect.compares_manifests or self._loaded.is_noted(self._key(url)))
+            if not (
+                self._members[url].info.dialect.compares_manifests or self._loaded.is_noted(self._key(url))
+            )
         ]
         return bool(unproven or set(self._alive) - self._current) or self._args.check_weight_update_equal
 
