@@ -155,7 +155,8 @@ def _check(command: str, words: list[str]) -> None:
             raise ValueError(task.speller(words)(str(error))) from None
     else:
         args = parse_args(words, training_loop=ASYNCHRONOUS if command == "train-async" else SYNCHRONOUS)
-    if args.sources.get("load", "").startswith(("command line", "file")) and not args.finetune:
+    is_given = args.sources.get("load", "").startswith(("command line", "file")) and not args.finetune
+    if is_given and Path(args.run_dir) not in Path(args.load or "").parents:
         raise ValueError(
             f"--load {args.load}: all runs of a sweep would continue the same checkpoint; remove it, or "
             "add --finetune so that each run starts from its weights."

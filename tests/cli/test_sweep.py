@@ -11,6 +11,7 @@ import pytest
 from loop_helpers import wait_for
 from tiny_model import make_tiny_model
 
+from slime.cli import sweep
 from slime.cli.main import main
 from slime.utils.files.run_file import has_ended_well, read_run
 
@@ -80,3 +81,13 @@ def test_a_mistake_is_found_before_anything_runs(world, monkeypatch, capsys, wor
         main(["sweep", "--out", "none", *words])
     assert ended.value.code == 2 and complaint in capsys.readouterr().err
     assert not Path("none").exists()
+
+
+def test_the_settings_of_a_new_task_are_swept_over(world, monkeypatch, capsys):
+    """Its checkpoints are below the folder of each run, so no two runs continue the same one."""
+    monkeypatch.chdir(world)
+    assert main(["new", "mytask"]) == 0
+    started = []
+    monkeypatch.setattr(sweep, "_run", lambda command, words: started.append(words) or 0)
+    main(["sweep", "--set", "lr=1e-3,1e-2", "--out", "tasks", "--", "--config", "mytask/run.yaml"])
+    assert len(started) == 2, capsys.readouterr().err
