@@ -6,7 +6,7 @@ import signal
 import threading
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, sample_index
 from ledger_world import World
 from patience import eventually
 from rollout_helpers import assert_conserved, counts, make_run, make_source, write_prompts
@@ -75,6 +75,15 @@ def events(folder, *kinds):
         return [(row.event, row.group_index, row.value) for row in reader.events() if row.event in kinds]
 
 
+def hold_late(payload, number):
+    """Answer the first four groups, and later the next four, when they continue their responses."""
+    index = sample_index(payload)
+    if index < 8:
+        return {"after": 16}
+    is_continued = index < 16 and len(payload["input_ids"]) > 2
+    return None if is_continued else {"hold": True, "tokens": [33, 34]}
+
+
 def test_two_workers_make_the_samples_of_one_process_and_tell_the_ledger(tmp_path):
     with FakeEngine(num_tokens=80) as engine:
         args, info = make_run(tmp_path, engine, *LONG, *WORKERS, max_context_len=256)
@@ -132,9 +141,6 @@ def test_a_killed_worker_is_replaced_and_its_groups_are_made_again(tmp_path, cap
 
 
 def test_surplus_requests_of_workers_are_aborted_and_partial_responses_continue(tmp_path):
-    def hold_late(payload, number):
-        return {"hold": True, "tokens": [33, 34]} if 8 <= number < 16 else {"after": 16}
-
     with FakeEngine(hold_late) as engine:
         flags = ("--over-sampling-batch-size", "8", "--partial-rollout")
         args, info = make_run(tmp_path, engine, *flags, *WORKERS)
@@ -142,7 +148,8 @@ def test_surplus_requests_of_workers_are_aborted_and_partial_responses_continue(
         source = make_source(namespace)
         with workers_of(tmp_path, args, info):
             rollout(namespace, source)
-            assert engine.aborted == {request["rid"] for request in engine.requests[8:16]}
+            late = {request["rid"] for request in engine.requests if sample_index(request) >= 8}
+            assert engine.aborted == late and len(late) == 8
             kept = flatten_samples(source.buffer)
             assert [sample.response_length for sample in kept] == [2] * 8
             assert all(sample.status is Sample.Status.ABORTED for sample in kept)
@@ -196,3 +203,35 @@ def test_a_changed_setting_reaches_workers_and_those_that_replace_them(tmp_path)
             rollout(namespace, make_source(namespace))
             assert workers._settings.changes == {"rollout_temperature": 0.5}
     assert {request["sampling_params"]["temperature"] for request in engine.requests} == {0.5}
+
+
+GENERATE = """
+import os
+
+from slime.rollout.sglang_rollout import generate as plain
+
+
+async def generate(args, sample, sampling_params):
+    sample.metadata.setdefault("pids", []).append(os.getpid())
+    return await plain(args, sample, sampling_params)
+"""
+
+
+def test_a_generate_function_runs_in_workers_and_an_aborted_sample_returns_to_its_own(tmp_path):
+    """What waits for the next rollout, like the episode of an agent, is in the process that began it."""
+
+    (tmp_path / "mine.py").write_text(GENERATE)
+    with FakeEngine(hold_late) as engine:
+        flags = ("--over-sampling-batch-size", "8", "--partial-rollout")
+        flags += ("--custom-generate-function-path", f"{tmp_path}/mine.py:generate")
+        args, info = make_run(tmp_path, engine, *flags, "--rollout-workers", "3")
+        namespace = plugin_args(args, info)
+        source = make_source(namespace)
+        with workers_of(tmp_path, args, info):
+            first = flatten_samples(rollout(namespace, source).samples)
+            second = flatten_samples(rollout(namespace, source, 1).samples)
+    used = [sample.metadata["pids"] for sample in first]
+    assert os.getpid() not in {pid for pids in used for pid in pids} and all(len(pids) == 1 for pids in used)
+    continued = [sample.metadata["pids"] for sample in second]
+    assert all(len(pids) == 2 and pids[0] == pids[1] for pids in continued)
+    assert len({pids[0] for pids in used + continued}) == 3
