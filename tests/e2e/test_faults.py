@@ -86,25 +86,29 @@ def dumped(world, name, rollouts):
     ]
 
 
-def test_an_engine_killed_in_mid_run_is_replaced_and_no_sample_is_lost_or_doubled(world):
+@pytest.mark.parametrize("transport", ["auto", pytest.param("distributed", marks=pytest.mark.slow)])
+def test_an_engine_killed_in_mid_run_is_replaced_and_no_sample_is_lost_or_doubled(world, transport):
+    """A live transport leaves nothing that the new engine could load: the idle trainer writes it."""
+    calm, killed = f"calm-{transport}", f"killed-{transport}"
     settings = {
+        "update_weight_transport": transport,
         "custom_rm_path": f"{world}/slow.py:reward",
         "num_rollout": 3,
         "rollout_max_response_len": 60,
     }
-    run_train(world, "calm", **settings, save_debug_rollout_data=f"{world}/calm-dump/{{rollout_id}}.pt")
+    run_train(world, calm, **settings, save_debug_rollout_data=f"{world}/{calm}-dump/{{rollout_id}}.pt")
     (world / "wait").touch()
     process = start_train(
-        world, "killed", **settings, save_debug_rollout_data=f"{world}/killed-dump/{{rollout_id}}.pt"
+        world, killed, **settings, save_debug_rollout_data=f"{world}/{killed}-dump/{{rollout_id}}.pt"
     )
-    with in_mid_run(world, "killed", process) as driver:
+    with in_mid_run(world, killed, process) as driver:
         engine_of(driver).kill()
-    assert process.wait(PATIENCE_S) == 0, (world / "killed.out").read_text()[-4000:]
-    assert "is being restarted" in (world / "killed.out").read_text()
+    assert process.wait(PATIENCE_S) == 0, (world / f"{killed}.out").read_text()[-4000:]
+    assert "is being restarted" in (world / f"{killed}.out").read_text()
     # Sampling seeds depend on the sample alone and the new engine has the
     # same weights: the same tokens come again.
-    assert dumped(world, "killed-dump", 3) == dumped(world, "calm-dump", 3)
-    assert max(series(world, "killed", "rollout/weight_version").values()) == 4
+    assert dumped(world, f"{killed}-dump", 3) == dumped(world, f"{calm}-dump", 3)
+    assert max(series(world, killed, "rollout/weight_version").values()) == 4
 
 
 def trainer_of(driver: psutil.Process) -> psutil.Process | None:
