@@ -21,6 +21,7 @@ from slime.backends.shared.trainer_base import TrainBackend
 from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
 from slime.cluster.restart.recovery import GuardedFuture
+from slime.cluster.rollout_workers import RolloutWorkers
 from slime.cluster.serving.engine_host import HostedEngine
 from slime.cluster.serving.served_model import Rotations
 from slime.engines.balancer import Balancer
@@ -36,7 +37,11 @@ from slime.liveness.heartbeat import Beating, HttpBeat, HttpServer
 from slime.observability.trackers.base import Service
 from slime.preflight import findings
 from slime.preflight.run_plan import RunPlan
+from slime.record.writer import RecordWriter
+from slime.rollout import ledger
 from slime.rollout.generation.policy_requests import PolicyRequests
+from slime.rollout.workers.current import GroupRunner
+from slime.rollout.workers.worker import RolloutWorker
 from slime.runtime.base import Future, Ref, Runtime
 from slime.runtime.local import LocalRuntime, ProcessHandle, SegmentRef
 from slime.utils.http_utils import Observer
@@ -81,6 +86,8 @@ IMPLEMENTATIONS: dict[type, list[type]] = {
     Sandbox: [LocalSandbox, E2BSandbox, DaytonaSandbox],
     Policy: [EnginePolicy],
     findings.Prediction: [RunPlan],
+    ledger.Writer: [RecordWriter, RolloutWorker],
+    GroupRunner: [RolloutWorkers],
 }
 
 
