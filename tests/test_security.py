@@ -128,6 +128,7 @@ PICKLES = {
     "backends/torch_dist/pieces.py",  # stand-ins for every class
     "runtime/local.py",
     "runtime/worker_main.py",
+    "utils/errors.py",  # an error of this process, to see whether another one could read it
     "utils/files/pickled_names.py",  # stand-ins for every class
     "utils/machine/warm_start.py",  # writes; the fork server reads it from a pipe that only its parent has
     "weight_sync/sglang_format.py",  # writes

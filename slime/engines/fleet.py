@@ -310,7 +310,10 @@ class EngineFleet:
                 if not server.alive():
                     raise RuntimeError(f"it {server.describe_end()} while it waited for weights")
         except RunStopped as error:
-            self._give_up(error)
+            if server.alive():
+                self._give_up(error)
+            else:  # another death, counted at the next check
+                self._out.remove(server)
             return
         except Exception as error:  # another death, counted at the next check
             if not self._stopping.is_set():

@@ -294,6 +294,7 @@ FSDP_ONLY = (
     "freeze_params_name_list",
     "share_prefix",
     "fp8_training",
+    "fsdp_shard_size",
 )
 NO_EFFECT_BESIDE |= {name: {"train_backend": "megatron"} for name in FSDP_ONLY}
 

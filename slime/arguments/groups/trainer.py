@@ -157,7 +157,7 @@ def model_parallel_sizes(draft: Draft) -> None:
             f"{ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node)."
         )
     shards = draft.fsdp_shard_size
-    if shards and draft.train_backend == "fsdp" and ranks // tensor % shards:
+    if shards and not trainer.has_pipeline and ranks // tensor % shards:
         raise ValueError(
             f"--fsdp-shard-size {shards} does not divide the {ranks // tensor} data- and context-parallel "
             f"ranks ({ranks} trainer ranks / --tensor-model-parallel-size {tensor}): use a size that does, "

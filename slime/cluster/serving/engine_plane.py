@@ -99,7 +99,7 @@ class EnginePlane:
         [engine] = discover([address], self._args.hf_checkpoint, "add_engine")
         server = ExternalServer(engine, timeout_s(self._args, "engine-start"))
         ours, info = self._ask(self.urls[0]), engine.info
-        if info.dialect.name != ours.dialect.name or engine.worker_type != "regular":
+        if info.dialect is not ours.dialect or engine.worker_type != "regular":
             kinds = f"{info.dialect.name} ({engine.worker_type}), the run's are {ours.dialect.name} (regular)"
             raise ValueError(f"{url} is of another kind than the engines of this run: {kinds}")
         if transport is not None and transport not in server.transports(info):
