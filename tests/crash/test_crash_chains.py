@@ -28,8 +28,11 @@ STARTS = {
 }
 
 
+CASES = [pytest.param(mode, marks=pytest.mark.slow) if "host" in mode else mode for mode in STARTS]
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("mode", STARTS)
+@pytest.mark.parametrize("mode", CASES)
 def test_a_killed_run_ends_as_an_undisturbed_one_bit_for_bit(mode, tmp_path, monkeypatch):
     world = chains.make_world(tmp_path / "world")
     chains.reference(world, mode, 3)

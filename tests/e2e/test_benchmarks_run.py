@@ -14,11 +14,11 @@ from patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 QUICK = {
-    "train_step": "--device cpu --tiny --steps 1 --part 0.6b --profile",
     "record_overhead": "--steps 2",
     "ledger_overhead": "--steps 2",
 }
 SLOW = {
+    "train_step": "--device cpu --tiny --steps 1 --part 0.6b --profile",
     "rollout_throughput": "--concurrency 4 --num-prompts 2 --samples-per-prompt 2 --prompt-tokens 16 "
     "--output-tokens 8 --rounds 1",
     "weight_push": "--bucket-mib 1 --pushes 1",
