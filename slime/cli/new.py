@@ -134,8 +134,7 @@ def main(argv: Sequence[str]) -> int:
         why = f"{files[0]} is a file" if files else error.strerror
         print(f"error: {folder} cannot be created: {why}; give another name.", file=sys.stderr)
         return 2
-    agent = "generate.py, " if options.generate else ""
-    print(f"created {folder}: prompts.jsonl, {agent}reward.py, test_reward.py, run.yaml")
+    print(f"created {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     print(f"next: {as_typed('train', '--config', folder / 'run.yaml')}")
     return 0
 

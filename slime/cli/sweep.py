@@ -1,12 +1,11 @@
 """`slime sweep`: run a command once for each combination of values and seeds, one after another.
 
 The same command continues a sweep: finished runs are skipped, and an unfinished one resumes from its last
-checkpoint. Each run has a folder that is named by its values.
+checkpoint; an unfinished evaluation starts again. Each run has a folder that is named by its values.
 """
 
 import argparse
 import itertools
-import shutil
 import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -77,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if has_ended_well(folder):
             print("  skipped: finished already")
             continue
-        if command == "eval" and read_run(folder) is not None:
-            shutil.rmtree(folder)  # an evaluation that did not finish has nothing to resume from
         code = _run(command, given)
         if code > USER_MISTAKE:  # ended by a signal
             raise SystemExit(code)

@@ -12,6 +12,7 @@ from slime.arguments.parser import Preset, parse_args
 from slime.cli.main import USER_MISTAKE, user_errors
 from slime.liveness.stacks import watch_exit
 from slime.utils.files.folder_lock import refuse_locked
+from slime.utils.files.run_file import METRICS_FILE, is_unfinished
 from slime.utils.machine.own_command import as_typed
 
 
@@ -61,10 +62,24 @@ def _main(
             refuse_locked(Path(args.run_dir), "--run-dir")
             if args.save is not None:
                 refuse_locked(Path(args.save), "--save")
+            _clear_unfinished_evaluation(args)
             refuse_taken(args)
         with user_errors(traceback_file=Path(args.run_dir) / "error.txt", spell=spell), shown(args, command):
             train(args)
     return 0
+
+
+def _clear_unfinished_evaluation(args: Args) -> None:
+    """Remove the metrics and samples of this same evaluation if it did not finish: it starts again."""
+    # Imported here: --help and a misspelt flag do not need it.
+    from slime.record import RECORD_FILE, record_file
+
+    folder = Path(args.run_dir)
+    only_evaluates = args.debug_rollout_only and args.num_rollout == 0 and args.save is None
+    if only_evaluates and is_unfinished(folder, args.to_dict(hide_secrets=True), None):
+        for file in (folder / METRICS_FILE, folder / RECORD_FILE, record_file(folder)):
+            for path in file.parent.glob(f"{file.name}*"):  # with the write-ahead log of a record
+                path.unlink()
 
 
 @contextlib.contextmanager

@@ -45,7 +45,9 @@ def test_doctor_lists_what_is_wrong(task, capsys):
 def test_a_name_with_odd_characters_works_and_commands_can_be_copied(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "a#b: ü"]) == 0
-    assert "slime train --config 'a#b: ü/run.yaml'" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "slime train --config 'a#b: ü/run.yaml'" in out
+    assert "created a#b: ü: README.md, model, prompts.jsonl, reward.py, run.yaml, test_reward.py\n" in out
     assert main(["doctor", "--config", "a#b: ü/run.yaml"]) == 0
     monkeypatch.chdir(tmp_path / "a#b: ü")
     with pytest.raises(SystemExit):

@@ -1,6 +1,7 @@
 """`slime sft`, `dpo`, `reward-model`, `distill` and `eval`: preset flags are weaker than the user's."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from tiny_model import make_tiny_model
 from slime.cli.main import main
 from slime.cli.tasks import TASKS
 from slime.observability.tracking import read_metrics
-from slime.utils.files.run_file import read_run
+from slime.utils.files.run_file import read_run, write_run
 
 
 def talk(question: str, answer: str) -> list[dict]:
@@ -196,7 +197,16 @@ def test_an_sft_is_evaluated_by_the_name_of_its_run(capsys):
     table = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert table[0] == ["dataset", "reward", "pass@1", "pass@2", "samples", "truncated"]
     assert [(row[0], row[4]) for row in table[1:]] == [("easy", "8"), ("asked", "4")]
-    assert read_run(Path("evaluated")).last.settings["hf_checkpoint"]["value"].endswith("sft/model-0")
+    record = read_run(Path("evaluated"))
+    assert record.last.settings["hf_checkpoint"]["value"].endswith("sft/model-0")
+    again = ["eval", "--model", "sft", "--data", *data, "--rm-type", "f1", *limits]
+    assert "belongs to run" in fails(capsys, *again)  # a finished evaluation stays
+    write_run(Path("evaluated"), replace(record, last=replace(record.last, end=None, exit=None)))  # as killed
+    assert "belongs to run" in fails(capsys, *again, "--seed", "7")  # another evaluation
+    assert main(again) == 0
+    after = read_run(Path("evaluated"))
+    assert after.id != record.id and after.last.exit == "finished" and not after.earlier
+    assert sum("eval/easy" in row for row in read_metrics(Path("evaluated"))) == 1
 
 
 @pytest.mark.parametrize(

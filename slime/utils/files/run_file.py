@@ -192,7 +192,7 @@ _OF_A_START = {"load", "run_dir", "auto_resume", "ckpt_step", "log_level", "quie
 _OF_A_START |= {"max_restarts", "peer_copies", "timeouts", "elastic", "record_dir"}
 
 
-def is_unfinished(folder: Path, settings: dict[str, Any], save: str) -> bool:
+def is_unfinished(folder: Path, settings: dict[str, Any], save: str | None) -> bool:
     """Return whether a folder holds a run with these settings that saves there and did not finish."""
     last = _start_with(folder, settings, save)
     return last is not None and last.exit != _FINISHED
@@ -210,10 +210,12 @@ def has_ended_well(folder: Path) -> bool:
     return record is not None and record.last.exit == _FINISHED
 
 
-def _start_with(folder: Path, settings: dict[str, Any], save: str) -> Start | None:
-    """Return the last start of a folder's run if it has these settings and saves there."""
+def _start_with(folder: Path, settings: dict[str, Any], save: str | None) -> Start | None:
+    """Return the last start of a folder's run if it has these settings and saves there; None: nowhere."""
     record = read_run(folder)
-    if record is None or not record.last.settings or not same_folder(record.last.checkpoints, save):
+    if record is None or not record.last.settings:
+        return None
+    if record.last.checkpoints != save and not same_folder(record.last.checkpoints, save):
         return None
     return None if _differences(record.last, settings) else record.last
 
