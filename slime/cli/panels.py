@@ -60,7 +60,9 @@ def start_rows(args: Args, earlier: Progress, cost: Sequence[str]) -> Rows:
     else:
         data = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data or ()
         rows.append(("data", " ".join(data) or "from your data source"))
-        if args.loss_type not in SUPERVISED_LOSSES:
+        if is_distillation(args):
+            rows.append(("teacher", args.opd_teacher_load or args.rm_url or "from --custom-rm-path"))
+        elif args.loss_type not in SUPERVISED_LOSSES:
             rows.append(("reward", args.custom_rm_path or args.rm_type or "from the rollout function"))
         rows += [("each step", explain_batch(args)), ("steps", _steps(args))]
     rows += [("expected", "\n".join(cost))] if cost else []
@@ -79,7 +81,7 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
     for name, values in curves.items():
         if values:
             listed = list(values.values())
-            best = max(listed) if name != "loss" else min(listed)
+            best = min(listed) if name in ("loss", "teacher KL") else max(listed)
             first, last = listed[0], listed[-1]
             rows.append((name, f"{first:.4g} at the start, {last:.4g} at the end, best {best:.4g}"))
     checkpoints = step_folders(args.save) if args.save is not None else {}
@@ -105,6 +107,11 @@ def verdict(args: Args, progress: Progress, seconds: float) -> str:
         else ""
     )
     return f"finished: {change}{count(progress.done, 'step')} in {duration(seconds)}{saved}"
+
+
+def is_distillation(args: Args) -> bool:
+    """Return whether a teacher is all that a run learns from, so that its reward means nothing."""
+    return args.use_opd and (args.custom_rm_path or "").startswith("slime.rollout.on_policy_distillation.")
 
 
 def count_parameters(args: Args) -> float | None:

@@ -23,12 +23,12 @@ from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.cli.inspect.samples import render_sample
 from slime.cli.notebook import NotebookTerminal, in_notebook
-from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows, verdict
+from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, is_distillation, start_rows, verdict
 from slime.liveness import phases
 from slime.observability.logging_utils import FORMAT
 from slime.observability.terminal.capture import Capture, Lines
 from slime.observability.terminal.metrics_tail import MetricsReader, Repeated
-from slime.observability.terminal.progress import LOSS, REWARD, Progress, live_lines, plain_line
+from slime.observability.terminal.progress import LOSS, REWARD, TEACHER_KL, Progress, live_lines, plain_line
 from slime.observability.terminal.terminal import Terminal
 from slime.record import RecordedSample, RecordError, Select, open_record
 from slime.utils.files.run_file import METRICS_FILE, name_of_run
@@ -50,8 +50,9 @@ class RunScreen(contextlib.ExitStack):
     def __init__(self, args: Args, command: str = "train") -> None:
         super().__init__()
         self._args, self._run_dir, self._command = args, Path(args.run_dir), command
-        by_loss = args.loss_type in SUPERVISED_LOSSES
-        key, name = (LOSS, "loss") if by_loss else (REWARD, "reward")
+        key, name = (LOSS, "loss") if args.loss_type in SUPERVISED_LOSSES else (REWARD, "reward")
+        if is_distillation(args):
+            key, name = TEACHER_KL, "teacher KL"
         self.progress = Progress(args.num_rollout, value_key=key, value_name=name)
         self._rows = MetricsReader(self._run_dir / METRICS_FILE)
         self._capture = Capture(self._on_text)

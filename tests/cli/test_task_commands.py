@@ -218,8 +218,13 @@ def test_an_sft_is_evaluated_by_the_name_of_its_run(capsys):
         ("distill", "--data questions.jsonl --teacher teacher --rollout-max-response-len 4"),
     ],
 )
-def test_a_task_trains_and_leaves_a_model(command, words):
+def test_a_task_trains_and_leaves_a_model(command, words, capsys):
     out = Path(f"out-{command}")
     assert main([command, "--model", "model", *words.split(), "--out", str(out), "--lr", "0.01"]) == 0
     assert (out / "model" / "config.json").is_file()
-    assert any("train/loss" in row for row in read_metrics(out))
+    rows = list(read_metrics(out))
+    assert any("train/loss" in row for row in rows)
+    assert all(row.get("rollout/waste/zero_variance/samples", 0) == 0 for row in rows)
+    shown = capsys.readouterr().out
+    assert f"finished: {'teacher KL' if command == 'distill' else 'loss'} " in shown
+    assert ("  teacher    teacher" in shown) == (command == "distill")

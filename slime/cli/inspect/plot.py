@@ -22,6 +22,7 @@ DEFAULT = (
     "rollout/raw_reward",
     "eval/*",  # scores only; other metrics of evaluations need --metric
     "train/loss",
+    "rollout/opd_reverse_kl",
     "rollout/response_len/mean",
     "train/grad_norm",
     "train/entropy_loss",

@@ -13,6 +13,7 @@ from rich.text import Text
 from slime.catalog.metrics import is_eval_score
 
 REWARD, LOSS, STEP_TIME = "rollout/raw_reward", "train/loss", "perf/step_time"
+TEACHER_KL = "rollout/opd_reverse_kl"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 10  # steps over which speeds and shares are averaged
 _SPARK = 24  # steps of the curve

@@ -66,8 +66,8 @@ def num_made(sample: Sample) -> int:
 
 
 def teaches_nothing(args: PluginArgs, group: Group) -> bool:
-    """Return whether all rewards are equal and the estimator compares them within the group."""
-    row = ESTIMATORS.get(args.advantage_estimator)
+    """Return whether rewards are all equal, and training relies on their differences within the group."""
+    row = None if args.use_opd else ESTIMATORS.get(args.advantage_estimator)
     samples = [s for s in flatten_samples(group) if s.reward is not None]
     if row is None or not row.compares_in_groups or len(samples) < 2:
         return False
