@@ -16,7 +16,7 @@ BUDGETS: dict[str, int] = {
     "backends": 12130,
     "batch": 992,
     "catalog": 1595,
-    "cli": 6988,
+    "cli": 6992,
     "cluster": 6720,
     "dashboard": 1720,
     "data": 1010,

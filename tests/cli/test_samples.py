@@ -73,7 +73,7 @@ def test_what_a_model_wrote_never_reaches_the_terminal_as_control_characters(run
     ("words", "message"),
     [
         (["--step", "77"], "no sample matches; it has steps 0 to 2"),
-        (["--diff", "0", "2"], "have no prompt in common"),
+        (["--diff", "0", "2"], "no prompt in common; step 1 repeats prompts of step 0: --diff 0 1."),
         (["--contains", "nowhere"], "no sample matches"),
     ],
 )

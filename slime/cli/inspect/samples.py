@@ -106,8 +106,12 @@ def _why_none(record: Record, options: argparse.Namespace) -> str:
     if pruned := sorted(row.rollout_id for row in rows if row.pruned and row.rollout_id in wanted):
         return f"the samples of step {pruned[0]} were deleted to save space (--record-max-mib); {steps}."
     if options.diff:
+        early = options.diff[0]
         evaluated = sorted({row.rollout_id for row in rows if row.kind == "eval" and not row.pruned})
-        if len(evaluated) > 1:  # training may repeat none; these ask the same questions each time
+        shared = (n for n in reversed(numbers) if n != early and record.prompts_of_both("train", early, n, 1))
+        if options.eval is None and (step := next(shared, None)) is not None:
+            steps = f"step {step} repeats prompts of step {early}: --diff {early} {step}"
+        elif len(evaluated) > 1:  # these ask the same questions each time
             named = ", ".join(map(str, evaluated))
             steps = f"evaluations of steps {named} have: --diff {evaluated[0]} {evaluated[-1]}"
         return f"steps {options.diff[0]} and {options.diff[1]} have no prompt in common; {steps}."
