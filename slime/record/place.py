@@ -178,7 +178,13 @@ def _local_folder(folder: Path, given: str | None) -> Path | None:
     """Return the folder of records on this host's disk; None: the run's own folder is to hold its record."""
     if given is not None:
         base = Path(given)
-        base.mkdir(parents=True, exist_ok=True)
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            os.rmdir(tempfile.mkdtemp(dir=base))
+        except OSError as error:
+            raise RecordError(
+                f"--record-dir {given!r} cannot be written ({error.strerror}): give a folder on a local disk."
+            ) from None
         return base
     kind = file_system_of(folder)
     if not is_network(kind):

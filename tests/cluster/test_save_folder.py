@@ -336,6 +336,7 @@ def test_a_look_names_every_folder_that_a_run_would_not_get_and_writes_nothing(t
 
     def told(save=None, run_dir=tmp_path / "free", **changes) -> str:
         args = saving(tmp_path, run_dir=str(run_dir), ckpt_step=None, record_max_mib=1, auto_resume=True)
+        args.record_dir = None
         args.to_dict = lambda hide_secrets: {}
         args.save = None if save is None else str(tmp_path / save)
         vars(args).update(changes)
@@ -344,6 +345,7 @@ def test_a_look_names_every_folder_that_a_run_would_not_get_and_writes_nothing(t
     assert told(save="mine") == told(save="new", load=str(tmp_path / "new")) == ""
     assert "holds no checkpoint: nothing is resumed" in told(save="mine", load=str(tmp_path / "mine"))
     assert "nothing can be made in /proc" in told(save="/proc/foo")
+    assert "--record-dir /proc/foo cannot be written" in told(record_dir="/proc/foo")
     assert told(save="not/yet/there", run_dir=tmp_path / "nor" / "this") == ""
     both = told(save="other", run_dir=tmp_path / "used")
     assert "--run-dir" in both and "belongs to" in both and "--save" in both and "earlier run" in both

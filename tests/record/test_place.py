@@ -225,3 +225,11 @@ def test_the_record_of_another_run_is_refused_before_anything_is_written(folder,
     with pytest.raises(RecordError, match="is the record of run another"):
         start(folder, tmp_path / "disk")
     assert not (folder / "record.json").exists() and not list((tmp_path / "disk").iterdir())
+
+
+@pytest.mark.parametrize("given", ["/proc/records", "a-file"])
+def test_a_local_folder_that_cannot_be_written_is_named_with_its_flag(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").touch()
+    with pytest.raises(RecordError, match=f"--record-dir '{given}' cannot be written .*: give a folder"):
+        place.prepare_record(tmp_path, "run", given)

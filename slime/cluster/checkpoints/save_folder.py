@@ -185,6 +185,9 @@ def check_folders(args: Args) -> Iterator[Finding]:
         ("--run-dir", lambda: refuse_taken(args)),
         ("--load", lambda: _refuse_load(args)),
     ]
+    if args.record_dir is not None:
+        record_dir = Path(args.record_dir)
+        looks.append(("--record-dir", lambda: refuse_unwritable("--record-dir", record_dir)))
     if args.save is not None:
         looks += [
             ("--save", lambda: refuse_unwritable("--save", save)),
