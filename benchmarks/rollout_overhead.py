@@ -20,12 +20,13 @@ import sys
 import tempfile
 import time
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from slime.arguments import RunInfo, parse_args, plugin_args
+from slime.arguments import Args, RunInfo, parse_args, plugin_args
 from slime.cli.quickstart import tiny
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.generation import generate_request
@@ -118,39 +119,43 @@ def serve(port_pipe: Any) -> None:
     asyncio.run(main())
 
 
-def make_args(folder: Path, port: int, num_samples: int, concurrency: int) -> Any:
-    """The namespace that a rollout function gets."""
+def make_run(
+    folder: Path, port: int, flags: dict[str, Any], urls: Sequence[str] = (), **facts: Any
+) -> tuple[Args, RunInfo]:
+    """A run of a tiny model with `flags` and requests to `port`; `facts` replace some of its RunInfo."""
     prompts = folder / "prompts.jsonl"
     if not prompts.exists():
         rows = [{"input": f"{i} + {i + 1} = ", "label": str(2 * i + 1)} for i in range(4096)]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         tiny.build_tokenizer().save_pretrained(folder)
         tiny.build_config().save_pretrained(folder)
-    flags = {
-        "--hf-checkpoint": folder,
-        "--prompt-data": prompts,
-        "--label-key": "label",
-        "--rollout-batch-size": num_samples // GROUP_SIZE,
-        "--n-samples-per-prompt": GROUP_SIZE,
-        "--num-rollout": 1,
-        "--rollout-max-response-len": NUM_TOKENS,
-        "--sglang-server-concurrency": concurrency,
-        "--custom-rm-path": f"{__file__}:reward",
-        "--dynamic-sampling-filter-path": NONZERO_STD,
-    }
-    args = parse_args([str(token) for item in flags.items() for token in item])
+    common = {"--hf-checkpoint": folder, "--prompt-data": prompts, "--label-key": "label", "--num-rollout": 1}
+    args = parse_args([str(token) for item in (common | flags).items() for token in item])
+    urls = tuple(urls) or (f"http://127.0.0.1:{port}",)
+    known = {"num_rollout": 1, "vocab_size": 100_000, "max_context_len": 4096}
     info = RunInfo(
         run_id="bench",
         run_dir=str(folder / "run"),
         sglang_router_ip="127.0.0.1",
         sglang_router_port=port,
-        engine_urls=(f"http://127.0.0.1:{port}",),
-        rollout_num_engines=1,
-        num_rollout=1,
-        vocab_size=100_000,
-        max_context_len=4096,
+        engine_urls=urls,
+        rollout_num_engines=len(urls),
+        **(known | facts),
     )
-    return plugin_args(args, info)
+    return args, info
+
+
+def make_args(folder: Path, port: int, num_samples: int, concurrency: int) -> Any:
+    """The namespace that a rollout function gets."""
+    flags = {
+        "--rollout-batch-size": num_samples // GROUP_SIZE,
+        "--n-samples-per-prompt": GROUP_SIZE,
+        "--rollout-max-response-len": NUM_TOKENS,
+        "--sglang-server-concurrency": concurrency,
+        "--custom-rm-path": f"{__file__}:reward",
+        "--dynamic-sampling-filter-path": NONZERO_STD,
+    }
+    return plugin_args(*make_run(folder, port, flags))
 
 
 def measure_rollout(args: Any) -> float:

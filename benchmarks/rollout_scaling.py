@@ -32,11 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import rollout_overhead
-from rollout_overhead import NUM_TOKENS, FakeInstantEngine, make_generation
+from rollout_overhead import NUM_TOKENS, FakeInstantEngine, make_generation, make_run
 
-from slime.arguments import RunInfo, parse_args, plugin_args
+from slime.arguments import plugin_args
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
-from slime.cli.quickstart import tiny
 from slime.engines.balancer import Balancer
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -78,19 +77,9 @@ def serve(ports: Any, count: int) -> None:
 
 
 def make_args(folder: Path, options: argparse.Namespace, urls: list[str], port: int, size: int) -> Any:
-    prompts = folder / "prompts.jsonl"
-    if not prompts.exists():
-        rows = [{"input": f"{i} + {i + 1} = ", "label": str(2 * i + 1)} for i in range(4096)]
-        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tiny.build_tokenizer().save_pretrained(folder)
-        tiny.build_config().save_pretrained(folder)
     flags = {
-        "--hf-checkpoint": folder,
-        "--prompt-data": prompts,
-        "--label-key": "label",
         "--rollout-batch-size": max(1, size // GROUP_SIZE),
         "--n-samples-per-prompt": GROUP_SIZE,
-        "--num-rollout": 1,
         "--rollout-max-response-len": NUM_TOKENS,
         "--sglang-server-concurrency": options.concurrency,
         "--custom-rm-path": f"{rollout_overhead.__file__}:reward",
@@ -98,19 +87,7 @@ def make_args(folder: Path, options: argparse.Namespace, urls: list[str], port: 
     }
     if options.pool:
         flags["--rollout-function-path"] = FULLY_ASYNC_ROLLOUT_FUNCTION
-    args = parse_args([str(token) for item in flags.items() for token in item])
-    info = RunInfo(
-        run_id="bench",
-        run_dir=str(folder / "run"),
-        sglang_router_ip="127.0.0.1",
-        sglang_router_port=port,
-        engine_urls=tuple(urls),
-        rollout_num_engines=len(urls),
-        num_rollout=1_000_000,
-        vocab_size=100_000,
-        max_context_len=4096,
-    )
-    return plugin_args(args, info)
+    return plugin_args(*make_run(folder, port, flags, urls, num_rollout=1_000_000))
 
 
 class PeakMemory:

@@ -22,12 +22,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_overhead import FakeInstantEngine, _http
+from rollout_overhead import FakeInstantEngine, _http, make_run
 from rollout_scaling import PeakMemory, _give_back_memory
 
-from slime.arguments import RunInfo, parse_args, plugin_args
+from slime.arguments import plugin_args
 from slime.batch.convert import samples_to_batch
-from slime.cli.quickstart import tiny
 from slime.cluster.rollout_workers import RolloutWorkers
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -80,42 +79,16 @@ def serve(port: int, num_tokens: int, ready: Any) -> None:
     asyncio.run(main())
 
 
-def make_run(folder: Path, options: argparse.Namespace, port: int, workers: int) -> Any:
-    prompts = folder / "prompts.jsonl"
-    if not prompts.exists():
-        rows = [{"input": f"{i} + {i + 1} = ", "label": str(2 * i + 1)} for i in range(4096)]
-        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tiny.build_tokenizer().save_pretrained(folder)
-        tiny.build_config().save_pretrained(folder)
+def measure(folder: Path, options: argparse.Namespace, port: int, workers: int) -> Case:
     flags = {
-        "--hf-checkpoint": folder,
-        "--prompt-data": prompts,
-        "--label-key": "label",
         "--rollout-batch-size": options.responses // GROUP_SIZE,
         "--n-samples-per-prompt": GROUP_SIZE,
-        "--num-rollout": 1,
         "--rollout-max-response-len": options.tokens,
         "--sglang-server-concurrency": options.concurrency,
         "--custom-rm-path": f"{Path(__file__).resolve()}:reward",
         "--rollout-workers": workers,
     }
-    args = parse_args([str(token) for item in flags.items() for token in item])
-    info = RunInfo(
-        run_id="bench",
-        run_dir=str(folder / "run"),
-        sglang_router_ip="127.0.0.1",
-        sglang_router_port=port,
-        engine_urls=(f"http://127.0.0.1:{port}",),
-        rollout_num_engines=1,
-        num_rollout=1,
-        vocab_size=100_000,
-        max_context_len=options.tokens + 1000,
-    )
-    return args, info
-
-
-def measure(folder: Path, options: argparse.Namespace, port: int, workers: int) -> Case:
-    args, info = make_run(folder, options, port, workers)
+    args, info = make_run(folder, port, flags, max_context_len=options.tokens + 1000)
     namespace = plugin_args(args, info)
     runtime = LocalRuntime(folder / "run", f"bench-{os.getpid()}-")
     group = RolloutWorkers(args, info, runtime, None) if workers > 1 else None
