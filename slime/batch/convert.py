@@ -86,7 +86,27 @@ def post_process_rewards(
     raw = [_raw_reward(args, sample) for sample in samples]
     if args.loss_type in SUPERVISED_LOSSES or not args.compute_advantages_and_returns:
         return raw, list(raw)
+    if ESTIMATORS[args.advantage_estimator].by_component and args.rewards_normalization:
+        return raw, _compare_components(args, samples, rollout_ids)
     return raw, compare_in_groups(args, _shaped(args, samples, raw), samples, rollout_ids)
+
+
+def _compare_components(args: Flags, samples: Sequence[Sample], rollout_ids: Sequence[int]) -> list[float]:
+    """Compare each component of the reward in its group; return their weighted sum, whitened (GDPO)."""
+    totals = [0.0] * len(samples)
+    for name, weight in (args.reward_weights or {}).items():
+        numbers = compare_in_groups(args, [_component(s, name) for s in samples], samples, rollout_ids)
+        totals = [total + weight * number for total, number in zip(totals, numbers, strict=True)]
+    return subtract_baselines(totals, [0] * len(totals), rollout_ids, baseline="mean_std")
+
+
+def _component(sample: Sample, name: str) -> float:
+    if not isinstance(sample.reward, dict) or name not in sample.reward:
+        raise ValueError(
+            f"the reward of sample {sample.index} has no component {name!r} of --reward-weights, which "
+            "--advantage-estimator gdpo compares by itself; return a dict with that entry for every sample."
+        )
+    return float(sample.reward[name])
 
 
 def _shaped(args: Flags, samples: Sequence[Sample], raw: Sequence[float]) -> list[float]:

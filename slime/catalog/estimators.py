@@ -15,6 +15,7 @@ class Estimator:
     # Row of algorithms.rewards.BASELINES that rewards are compared with; None: raw rewards.
     baseline: str | None = None
     scale_rewards: bool = False  # divide by the group's standard deviation too, unless switched off
+    by_component: bool = False  # compare each entry of --reward-weights by itself, then add them up
     uses_kl_in_reward: bool = False  # --kl-coef enters the advantages
     uses_gamma: bool = False
     needs_values: bool = False  # reads the values of a critic
@@ -52,6 +53,9 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "cispo": _in_groups(
         "as grpo, with clipped weights that keep every gradient", "mean", True, policy_loss="cispo"
+    ),
+    "gdpo": _in_groups(
+        "grpo of each entry of --reward-weights; the sum is scaled by the batch", "mean", True, True
     ),
     "dr_grpo": _in_groups(
         "reward against the mean of its group; tokens over one constant", "mean", reduction="constant"

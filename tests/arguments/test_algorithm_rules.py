@@ -84,7 +84,7 @@ def test_a_value_follows_from_the_others(changes, name, value):
         ),
         (
             {"advantage_estimator": "rloo", "disable_grpo_std_normalization": True},
-            "is set, but it has an effect only with --advantage-estimator grpo, gspo or cispo",
+            "is set, but it has an effect only with --advantage-estimator grpo, gspo, cispo or gdpo",
         ),
         (
             {"advantage_estimator": "ppo", "disable_rewards_normalization": True},

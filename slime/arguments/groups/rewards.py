@@ -72,6 +72,7 @@ def reward_shaping(draft: Draft) -> None:
     if draft.reward_weights is not None:
         _check_weights(draft)
         draft.derive("reward_key", WEIGHTED_REWARD_KEY, "the sum of reward_weights")
+    _check_components(draft)
     size, longest = draft.overlong_buffer_len, draft.rollout_max_response_len
     if size is not None and (longest is None or size > longest):
         raise ValueError(
@@ -82,6 +83,23 @@ def reward_shaping(draft: Draft) -> None:
             "--overlong-buffer-len makes rewards of long responses negative, and --advantage-estimator "
             f"{draft.advantage_estimator} divides by the mean reward, which must be at least 0; remove it."
         )
+
+
+def _check_components(draft: Draft) -> None:
+    estimator = draft.advantage_estimator
+    if draft.loss_type in SUPERVISED_LOSSES or not ESTIMATORS[estimator].by_component:
+        return
+    if draft.reward_weights is None and draft.custom_reward_post_process_path is None:
+        raise ValueError(
+            f"--advantage-estimator {estimator} compares each component of a dict reward by itself: name the "
+            """components with --reward-weights '{"correct": 1, "format": 0.2}', or use grpo."""
+        )
+    for name in ("overlong_buffer_len", "turn_discount"):
+        if getattr(draft, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} changes the sum of the components, and --advantage-estimator "
+                f"{estimator} compares each by itself; remove it, or use grpo."
+            )
 
 
 def _check_weights(draft: Draft) -> None:
