@@ -192,6 +192,7 @@ perf/update_weights_check_time: seconds in which the loaded weights were checked
 perf/canary_time: seconds of a check of the canary (--canary-interval)
 perf/update_weights_bytes: size of the weights
 perf/update_weights_rank_bytes: bytes that the busiest trainer rank sent in a live push
+perf/update_weights_rank_bytes/<rank>: bytes that the first rank of a pipeline stage sent in a live push
 perf/update_weights_wire_bytes: bytes sent, with deltas = a few percent of update_weights_bytes
 perf/update_weights_density: share of the values that changed, with deltas
 perf/engines_evicted: engines that a weight sync removed from the fleet = 0

@@ -121,12 +121,15 @@ class WeightPush:
             self._engines.call_control(EngineWeights.abandon_live, targets).result()
             raise
         reports = [report for report in sent if report is not None]
-        # Each sending rank reports the whole model, sent to its own engines or in turns to all.
+        # Each sending rank reports the whole model, sent to its own engines or by all stages together.
         failures = {url: why for report in reports for url, why in report.failures.items()}
-        report = replace(reports[0], failures=failures)
+        sent_bytes = {rank: nbytes for report in reports for rank, nbytes in report.rank_bytes.items()}
+        report = replace(reports[0], failures=failures, rank_bytes=sent_bytes)
         with self._tracer.span("engines resume"):
             metrics = self._engines.call_control(EngineWeights.finish_live, version, targets, report).result()
-        metrics["perf/update_weights_rank_bytes"] = max(report.largest_share for report in reports)
+        metrics["perf/update_weights_rank_bytes"] = max(sent_bytes.values())
+        if not TRANSPORTS[self.transport].every_rank and len(sent_bytes) > 1:
+            metrics |= {f"perf/update_weights_rank_bytes/{rank}": n for rank, n in sent_bytes.items()}
         return report, {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}
 
 

@@ -61,23 +61,26 @@ class Target:
     life: int
     num_ranks: int
     gpu_ids: tuple[int, ...]  # empty on a CPU machine
+    parallel_updates: bool = False  # it receives in several process groups at once
 
 
 @dataclass(frozen=True, slots=True)
 class LiveReport:
     """Outcome of a live push, over all stages. `failures`: engine address -> why it has no new weights.
 
-    `largest_share`: the bytes that the rank sent which sent most.
+    `rank_bytes`: trainer rank -> the bytes that it sent, of each rank that sends.
     """
 
     num_tensors: int
     nbytes: int
     failures: dict[str, str]
-    largest_share: int = 0
+    rank_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 class LiveSender(Protocol):
-    """Trainer side of a live transport, on every rank that sends."""
+    """Trainer side of a live transport, on every rank that sends. `failures`: those of the push so far."""
+
+    failures: dict[str, str]
 
     def open(self, version: str, targets: tuple[Target, ...]) -> None: ...
 

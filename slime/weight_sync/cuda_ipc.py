@@ -32,6 +32,7 @@ class CudaIpcSender:
         self._buffers: list[torch.Tensor | None] = [None] * _NUM_BUFFERS
         self._pending: list[concurrent.futures.Future[None] | None] = [None] * _NUM_BUFFERS
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # ranks that serve one engine together
+        self.failures: dict[str, str] = {}
 
     def open(self, version: str, targets: tuple[Target, ...]) -> None:
         self._version = version
@@ -41,7 +42,7 @@ class CudaIpcSender:
                 # All ranks must create the group, members or not. It carries text, so it is on the host.
                 self._groups[ids] = dist.new_group(list(ids), backend="gloo", timeout=timeout)
         self._targets = [target for target in targets if self._rank in target.gpu_ids]
-        self._failures: dict[str, str] = {}
+        self.failures = {}
         self._turn = self._num_tensors = self._nbytes = 0
 
     def send(self, bucket: NamedTensors) -> None:
@@ -84,12 +85,12 @@ class CudaIpcSender:
 
     def _post(self, posts: list[tuple[Target, list[str]]]) -> None:
         for target, texts in posts:
-            if target.url not in self._failures:
+            if target.url not in self.failures:
                 control = EngineControl(target.url, self._deadline_s)
                 try:
                     run(control.update_from_tensors(texts, self._version))
                 except Exception as error:  # the engine loads the copy on disk, or is evicted
-                    self._failures[target.url] = f"{type(error).__name__}: {error}"
+                    self.failures[target.url] = f"{type(error).__name__}: {error}"
 
     def _wait(self, slot: int) -> None:
         """Wait until the engines have replied or failed, whichever rank sent the requests."""
@@ -108,7 +109,7 @@ class CudaIpcSender:
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
-        return LiveReport(self._num_tensors, self._nbytes, self._failures, self._nbytes)
+        return LiveReport(self._num_tensors, self._nbytes, self.failures, {self._rank: self._nbytes})
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
 """Broadcasts weights in a process group of one trainer rank and all engine ranks: NCCL, or gloo on CPU.
 
 Each pipeline stage has a sender with its own group, named after the stage; a trainer without a pipeline is
-one stage. Stages send in turns, for the reason explained in `stage_turns`.
+one stage. `stage_turns` orders the buckets of several stages.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class DistributedSender:
         self._targets: tuple[Target, ...] = ()
         self._group: BroadcastGroup | None = None
         self._group_name = ""
+        self.failures: dict[str, str] = {}
 
     def open(self, version: str, targets: tuple[Target, ...]) -> None:
         self._version, self._num_tensors, self._nbytes = version, 0, 0
-        self._failures: dict[str, str] = {}
+        self.failures = {}
         if targets != self._targets:
             self._leave()
             self._targets = targets
@@ -48,7 +49,7 @@ class DistributedSender:
     def send(self, bucket: NamedTensors) -> None:
         self._num_tensors += len(bucket)
         self._nbytes += sum(tensor.nbytes for _, tensor in bucket)
-        if self._failures or not self._targets:
+        if self.failures or not self._targets:
             return
         self._errors: dict[str, str] = {}  # engine -> its reply to the current step
         self._unanswered: set[str] = set()  # engines that have not replied to it
@@ -86,7 +87,7 @@ class DistributedSender:
         causes = [f"engine {url}: {why}" for url, why in own.items()] or [f"{type(error).__name__}: {error}"]
         causes += [f"no reply by then from {', '.join(silent)}"] if silent else []  # maybe the cause
         broken = f"the group {self._group_name} broke: {'; '.join(causes)}"
-        self._failures = {target.url: own.get(target.url, broken) for target in self._targets}
+        self.failures = {target.url: own.get(target.url, broken) for target in self._targets}
         logger.warning("The broadcast of weights %s failed: %s", self._version, broken)
         # Ended here first: engines that still wait for the rest of the bucket see the connection close.
         group, self._group = self._group, None
@@ -142,7 +143,7 @@ class DistributedSender:
             raise RuntimeError(f"{len(self._errors)} of {len(self._targets)} engines failed")
 
     def finish(self) -> LiveReport:
-        return LiveReport(self._num_tensors, self._nbytes, self._failures)
+        return LiveReport(self._num_tensors, self._nbytes, self.failures)
 
     def close(self) -> None:
         self._leave()

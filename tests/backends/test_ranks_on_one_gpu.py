@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 FOLDER = Path(__file__).parent
-FSDP = ["test_fsdp_ranks.py", "test_fsdp_parallel.py", "test_fsdp_experts.py", "test_fsdp_adapter_ranks.py"]
+FSDP = [f"test_fsdp_{name}.py" for name in ("ranks", "parallel", "experts", "adapter_ranks", "loading")]
 MEGATRON = [f"megatron/test_megatron_{name}.py" for name in ("layouts", "checkpoint", "experts", "agreement")]
 PUSHES = [f"../weight_sync/test_{name}.py" for name in ("broken_broadcast", "stage_groups")]
 

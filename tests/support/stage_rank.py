@@ -1,10 +1,10 @@
 """One trainer rank of pushes by groups: `python stage_rank.py RANK STAGES WORLD PORT DEADLINE_S`.
 
 Rank r is the first rank of pipeline stage r; ranks beyond share the last stage and send nothing. Each line of
-input is a push: `version`, `targets` ([url, life, token] each), `model` (a folder whose tensors are dealt to
-the stages in blocks), and optionally `stop_at` ([stage, bucket]: say so before that bucket, and wait for a
-line) or `die_at` ([stage, bucket]: end when engines wait in the middle of it). Each line of output is what
-came of it.
+input is a push: `version`, `targets` ([url, life, parallel_updates, token] each), `model` (a folder whose
+tensors are dealt to the stages in blocks), and optionally `stop_at` ([stage, bucket]: say so before that
+bucket, and wait for a line) or `die_at` ([stage, bucket]: end when engines wait in the middle of it). Each
+line of output is what came of it.
 """
 
 import dataclasses
@@ -78,9 +78,9 @@ def main(rank: int, num_stages: int, world: int, port: int, deadline_s: int) -> 
     say(ready=True)
     for line in sys.stdin:
         job = json.loads(line)
-        for url, _, token in job["targets"]:
+        for url, _, _, token in job["targets"]:
             authorize(url, token)
-        targets = tuple(Target(url, life, 1, ()) for url, life, _ in job["targets"])
+        targets = tuple(Target(url, life, 1, (), parallel) for url, life, parallel, _ in job["targets"])
         started = time.monotonic()
         try:
             report = turns.send(job["version"], targets, buckets(job, place))

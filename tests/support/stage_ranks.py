@@ -38,7 +38,7 @@ class StageRanks:
             assert self.hear(rank) == {"ready": True}
 
     def begin(self, targets, version: str, model: Path, **more) -> None:
-        told = [(t.url, t.life, token_of(t.url)) for t in targets]
+        told = [(t.url, t.life, t.parallel_updates, token_of(t.url)) for t in targets]
         job = {"version": version, "targets": told, "model": str(model), **more}
         for rank in range(len(self.processes)):
             self.tell(rank, job)

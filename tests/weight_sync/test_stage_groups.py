@@ -1,4 +1,4 @@
-"""Pipeline stages push in turns to real engine processes, while engines and senders die."""
+"""Pipeline stages push side by side to real engine processes, while engines and senders die."""
 
 import asyncio
 import dataclasses
@@ -12,7 +12,7 @@ import torch
 from devices import DEVICE
 from engine_under_test import small_embedded_command
 from patience import LONG_S, PATIENCE_S, eventually
-from stage_rank import DEADLINE_S, StagePlace, buckets
+from stage_rank import BUCKET, DEADLINE_S, StagePlace, buckets, stage_tensors
 from stage_ranks import StageRanks
 from tiny_model import make_tiny_model
 
@@ -169,17 +169,21 @@ def test_a_broken_broadcast_names_who_failed_and_who_has_not_answered(monkeypatc
     )
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages, parallel", [(1, True), (2, True), (2, False)])
 def test_engines_hold_after_a_push_by_stages_what_a_push_by_disk_gives(
-    served, models, expected, two_stages, num_stages
+    served, models, expected, two_stages, num_stages, parallel
 ):
     ranks = two_stages if num_stages == 2 else OneStage()
     for number, which in enumerate((1, 2)):  # the second time over the groups that stand
-        version = f"run:{num_stages}{number}"
+        version = f"run:{num_stages}{number}{'' if parallel else 9}"
         targets = served[1].begin_live()
+        assert all(target.parallel_updates for target in targets)
+        targets = tuple(dataclasses.replace(target, parallel_updates=parallel) for target in targets)
         answers = ranks.push(targets, version, models[which])
         assert answers[0]["failures"] == {} and answers[0]["num_tensors"] == len(expected[0])
-        assert (answers[0]["largest_share"] < answers[0]["nbytes"]) == (num_stages == 2)
+        shares = answers[0]["rank_bytes"]
+        assert len(shares) == num_stages and sum(shares.values()) == answers[0]["nbytes"]
+        assert min(shares.values()) > 0
         if num_stages == 2:
             same = {key: value for key, value in answers[0].items() if key != "seconds"}
             assert same.items() <= answers[1].items(), "each sender tells of the whole push"
@@ -190,14 +194,27 @@ def test_engines_hold_after_a_push_by_stages_what_a_push_by_disk_gives(
         ranks.sender.close()
 
 
-def test_no_stage_begins_before_the_one_before_it_is_done_and_engines_serve_no_mixture(
-    served, models, two_stages
+@pytest.mark.parametrize("parallel, which", [(True, 0), (False, 1)])
+def test_a_stage_sends_while_another_gathers_and_engines_serve_no_mixture(
+    served, models, expected, two_stages, parallel, which
 ):
+    """Stage 1 has sent its first bucket and gathers its second. Engines that receive side by side get all of
+    stage 0 meanwhile; for others stage 0 waits with its third bucket for the turn of stage 1."""
     fleet, weights = served
+    version = f"run:3{parallel:d}"
     before = run(EngineControl(fleet.urls[0]).version())
-    targets = weights.begin_live()
-    two_stages.begin(targets, "run:30", models[1], stop_at=[1, 0])
+    targets = tuple(dataclasses.replace(target, parallel_updates=parallel) for target in weights.begin_live())
+    first, second = ([name for name, _ in stage_tensors(models[which], stage, 2)] for stage in (0, 1))
+    two_stages.begin(targets, version, models[which], stop_at=[1, 1])
     assert two_stages.hear(1) == {"stopped": True}
+
+    def arrived() -> set[str]:
+        sums = [run(EngineControl(url).checksums()) for url in fleet.urls]
+        return {name for name in sums[0] if all(held[name] == expected[which][name] for held in sums)}
+
+    sent = first if parallel else first[: 2 * BUCKET]
+    until(lambda: {*sent, *second[:BUCKET]} <= arrived(), "the buckets of both stages", PATIENCE_S)
+    assert not set(second[BUCKET:]) <= arrived()
     for url in fleet.urls:
         control = EngineControl(url)
         assert run(control.version()) == before, "half of the tensors are no version"
@@ -206,8 +223,8 @@ def test_no_stage_begins_before_the_one_before_it_is_done_and_engines_serve_no_m
     two_stages.tell(1, {})
     answers = two_stages.hear_all()
     assert answers[0]["failures"] == {}
-    finish(served, "run:30", targets, answers[0], models[1])
-    assert [v for v, _ in held(fleet)] == ["run:30"] * 2
+    finish(served, version, targets, answers[0], models[which])
+    assert held(fleet) == [(version, expected[which])] * 2
 
 
 def test_an_engine_that_dies_between_stages_is_named_and_evicted_and_joins_both_groups_again(

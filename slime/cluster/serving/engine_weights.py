@@ -198,7 +198,10 @@ class EngineWeights:
 
         self._on_each(self._alive, begin)
         members = {url: self._members[url] for url in self._alive}
-        return tuple(Target(url, m.life, m.info.num_ranks, m.gpu_ids) for url, m in members.items())
+        return tuple(
+            Target(url, m.life, m.info.num_ranks, m.gpu_ids, m.info.dialect.parallel_updates)
+            for url, m in members.items()
+        )
 
     def abandon_live(self, targets: tuple[Target, ...]) -> None:
         """End a live push whose trainer was lost: engines stay paused until the next push."""
