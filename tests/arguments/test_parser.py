@@ -111,7 +111,7 @@ def test_no_declared_flag_is_listed_as_missing():
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (("--use-mopd",), "--use-mopd: several teachers are not built. .*--use-opd"),
+        (("--use-mopd",), "--use-mopd: several teachers are servers here: --use-opd"),
         (("--mopd_alpha", "0.5"), "--mopd_alpha: it belongs to --use-mopd"),
         (("--use-opd", "--opd-type", "self"), "--opd-type is 'self': choose from engine, trainer"),
         (("--opsd-beta", "0.5"), "--opsd-beta: it belongs to --opd-type self"),

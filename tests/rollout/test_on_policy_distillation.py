@@ -7,15 +7,24 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from patience import PATIENCE_S
+from tiny_model import make_tiny_model
 
-from slime.rollout.on_policy_distillation import post_process_rewards, reward_func, zero_reward
+from slime.rollout.on_policy_distillation import (
+    post_process_rewards,
+    reward_func,
+    self_reward_func,
+    teacher_url,
+    zero_reward,
+)
+from slime.rollout.rm_hub.outcomes import RewardConfigError
 from slime.utils import async_utils
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import RewardFailure, Sample
 
 SAMPLE = dict(tokens=[5, 6, 7, 8], response_length=2, index=0, group_index=0)
 
 
-async def ask(answer, sample):
+async def ask(answer, sample, function=reward_func, **more):
     """Serve `answer(payload)` as the teacher and score one sample."""
     seen = []
 
@@ -34,8 +43,9 @@ async def ask(answer, sample):
     args = SimpleNamespace(
         rm_url=f"http://127.0.0.1:{port}/generate", rollout_temperature=1.0, timeouts={"generate": PATIENCE_S}
     )
+    vars(args).update(sglang_router_ip="127.0.0.1", sglang_router_port=port, **more)
     try:
-        return await reward_func(args, sample), seen
+        return await function(args, sample), seen
     finally:
         await runner.cleanup()
 
@@ -77,3 +87,32 @@ def test_rewards_beside_a_teacher_are_zero():
     samples = [Sample(**SAMPLE), Sample(**SAMPLE)]
     assert post_process_rewards(None, samples) == ([0.0, 0.0], [0.0, 0.0])
     assert async_utils.run(zero_reward(None, samples[0])) == 0.0
+
+
+def test_the_metadata_of_a_prompt_names_its_teacher():
+    sample = Sample(**SAMPLE, metadata={"teacher": "code"})
+    urls = "math=http://one/generate, code=http://two/generate"
+    assert teacher_url(urls, sample) == "http://two/generate"
+    assert teacher_url("http://one/generate?key=a", sample) == "http://one/generate?key=a"
+    sample.metadata = {"teacher": "art"}
+    with pytest.raises(RewardConfigError, match=r"the teachers math, code, and .* sample 0 is 'art'"):
+        teacher_url(urls, sample)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_policy_scores_its_response_behind_a_prompt_that_knows_more(tmp_path, chat):
+    folder = str(make_tiny_model(tmp_path / "tiny"))
+    tokenizer = load_tokenizer(folder)
+    more = dict(hf_checkpoint=folder, apply_chat_template=chat)
+    sample = Sample(**SAMPLE, metadata={"teacher_prompt": "1+1? It is 2."})
+    reward, [payload] = async_utils.run(ask(scored, sample, self_reward_func, **more))
+    text = "1+1? It is 2."
+    if chat:
+        told = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    assert payload["input_ids"] == [*prompt, 7, 8]
+    assert (reward, sample.teacher_log_probs) == (0.0, [-0.5 * (len(prompt) + i) for i in range(2)])
+    sample.metadata = {}
+    with pytest.raises(RewardConfigError, match=r"sample 0 has no metadata\['teacher_prompt'\]"):
+        async_utils.run(ask(scored, sample, self_reward_func, **more))

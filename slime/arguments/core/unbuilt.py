@@ -16,9 +16,9 @@ UNBUILT_FLAGS = frozenset(
 
 # Flags of forks and of changes proposed to slime: why they are missing, and the alternative.
 _INSTEAD = {
-    "use-mopd": "several teachers are not built. One teacher: --use-opd with --opd-type trainer or engine; "
-    "several behind servers: --use-opd --opd-type engine and a --custom-rm-path of your own, which asks the "
-    "teacher of each sample's domain and sets sample.teacher_log_probs",
+    "use-mopd": "several teachers are servers here: --use-opd --opd-type engine --rm-url NAME=URL,NAME=URL "
+    "--custom-rm-path slime.rollout.on_policy_distillation.reward_func; metadata['teacher'] of a prompt "
+    "names its teacher",
     "save-lora": "with --save and --save-hf DIR/{rollout_id}, adapters are written to the folder `adapter` "
     "of each saved model, as peft reads them",
     "lora-target-preset": "sets of layers have no names here: name the layers with --lora-target-modules, "
@@ -38,7 +38,8 @@ _COMPANIONS = {
     "--use-mopd": """
         mopd-teachers mopd-teacher-mode mopd-teacher-loads mopd-teacher-ckpt-steps mopd-distill-type
         mopd-topk-k mopd-alpha mopd-eps-low mopd-eps-high mopd-sampling-logprobs-key""",
-    "--opd-type self": "opsd-beta opsd-jsd-clip opsd-privileged-info-key",
+    "--opd-type self (--custom-rm-path slime.rollout.on_policy_distillation.self_reward_func)": """
+        opsd-beta opsd-jsd-clip opsd-privileged-info-key""",
 }
 _INSTEAD |= {
     name: f"it belongs to {flag}, which this version does not build; remove it"
