@@ -15,7 +15,7 @@ BUDGETS: dict[str, int] = {
     "arguments": 6226,
     "backends": 12130,
     "batch": 1011,
-    "catalog": 1600,
+    "catalog": 1604,
     "cli": 6992,
     "cluster": 6730,
     "dashboard": 1720,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2767,
     "wire and rest": 2099,
 }
-STATEMENTS = 53_650
+STATEMENTS = 53_760
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

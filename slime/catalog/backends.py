@@ -26,7 +26,10 @@ class Backend:
     extra: str | None = None  # the extra of slime-rl that installs it
 
 
-_REBUILT = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "mimo", "kimi_k2")
+_REBUILT = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "mimo", "kimi_k2"),
+    "qwen3_next",
+)
 BACKENDS: dict[str, Backend] = {
     "fsdp": Backend(
         "slime.backends.fsdp.create_backend",

@@ -63,6 +63,18 @@ MLA = dict(
 )
 GLM4_MOE = EXPERTS | dict(n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1)
 GLM4_MOE |= dict(head_dim=16, attention_bias=True, use_qk_norm=True, rope_parameters=PARTLY_ROTATED)
+# Of four layers the last has attention; the second is dense in a mixture of experts.
+DELTA_NETS = dict(
+    initializer_range=0.1,
+    head_dim=16,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
+GATED_EXPERTS = dict(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20
+)
 # By the name used in the tests: the HF model type that computes the reference, and what differs from COMMON.
 FAMILIES = {
     "llama": ("llama", dict(head_dim=8, rope_parameters=LLAMA3)),
@@ -90,6 +102,7 @@ FAMILIES = {
             q_lora_rank=None, rope_interleave=False, rope_parameters=dict(rope_type="default", rope_theta=1e4)
         ),
     ),
+    "qwen3_next": ("qwen3_next", DELTA_NETS | GATED_EXPERTS | dict(mlp_only_layers=[1])),
 }
 # MTP heads: prefix of their tensors, and the parts beside a decoder layer (norm of
 # the embedding, norm of the hidden state, the matrix that joins them, last norm).
@@ -97,8 +110,10 @@ MTP = {
     "mimo": ("model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
     "glm4_moe": ("model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
     "deepseek_v3": ("model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+    "qwen3_next": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
 }
 LAYERS = COMMON["num_hidden_layers"]
+AROUND_ZERO = ("qwen3_next",)  # norms multiply by one more than their weight
 
 
 def make_checkpoint(folder: Path, name: str, **changes) -> tuple[str, str]:
@@ -112,6 +127,8 @@ def make_checkpoint(folder: Path, name: str, **changes) -> tuple[str, str]:
     kind, extra = FAMILIES[name]
     torch.manual_seed(0)
     deep = {"num_hidden_layers": LAYERS + (name in MTP)}
+    if name in AROUND_ZERO:
+        deep["layer_types"] = ["linear_attention"] * 3 + ["full_attention"] * (1 + (name in MTP))
     config = AutoConfig.for_model(kind, **(COMMON | extra | deep | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -134,12 +151,13 @@ def _split_mtp_heads(folder: Path, name: str) -> tuple[str, str]:
         config["layer_types"] = config["layer_types"][:LAYERS]
     last = f"model.layers.{LAYERS}."
     tensors = load_file(folder / f"{name}-deep" / "model.safetensors")
+    layer = prefix + "layers.0." * (name in AROUND_ZERO)
     heads = {
-        prefix + key.removeprefix(last): tensors.pop(key) for key in list(tensors) if key.startswith(last)
+        layer + key.removeprefix(last): tensors.pop(key) for key in list(tensors) if key.startswith(last)
     }
     width = COMMON["hidden_size"]
     for part in (embedding_norm, hidden_norm, last_norm):
-        heads[f"{prefix}{part}.weight"] = 1 + torch.randn(width) * 0.1
+        heads[f"{prefix}{part}.weight"] = (name not in AROUND_ZERO) + torch.randn(width) * 0.1
     heads[f"{prefix}{join}.weight"] = torch.randn(width, 2 * width) * 0.2
     if name == "glm4_moe":
         # Copies of what the model has: they belong to the checkpoint and to no module.
@@ -167,6 +185,7 @@ def mtp_log_probs(folder: Path, name: str) -> list[torch.Tensor]:
     lm = AutoModelForCausalLM.from_pretrained(folder / f"{name}-reference", dtype=torch.float32).eval()
 
     def normed(x, weight):
+        weight = weight + (name in AROUND_ZERO)
         return torch.nn.functional.rms_norm(x, weight.shape, weight, COMMON["rms_norm_eps"])
 
     result = []

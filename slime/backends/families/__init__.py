@@ -2,14 +2,18 @@
 
 from typing import Any
 
-from slime.backends.families.base import Dims, Family
+from slime.backends.families.base import DeltaDims, Dims, Family
+from slime.backends.families.delta_nets import QWEN3_NEXT
 from slime.backends.families.dense import GLM4, LLAMA, MIMO, QWEN2, QWEN3
 from slime.backends.families.mixtures import DEEPSEEK_V3, GLM4_MOE, KIMI_K2, QWEN3_MOE
 from slime.catalog.backends import BACKENDS
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3, MIMO, KIMI_K2)
+    for family in (
+        *(LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3, MIMO, KIMI_K2),
+        QWEN3_NEXT,
+    )
 }
 assert tuple(FAMILIES) == BACKENDS["megatron"].families, "the trainer's row names other families"
 
@@ -33,20 +37,9 @@ def register_configs() -> None:
         AutoConfig.register(kind.model_type, kind, exist_ok=True)
 
 
-# Types that users ask for and that cannot be built -> what is missing.
-MISSING = {
-    "qwen3_next": "megatron-core 0.16.1 computes its gated delta net layers only with flash-linear-attention "
-    "(CUDA), and not for packed sequences",
-}
-
-
 def family_of(hf_config: Any) -> Family:
     """Return the family of an HF config; ValueError names a type that cannot be trained, and why."""
     kind = hf_config.model_type
-    if kind in MISSING:
-        raise ValueError(
-            f"--train-backend megatron cannot train a {kind} (--hf-checkpoint): {MISSING[kind]}."
-        )
     if kind not in FAMILIES:
         raise ValueError(
             f"--train-backend megatron knows no model of type {kind!r} (--hf-checkpoint); it knows "
@@ -58,7 +51,9 @@ def family_of(hf_config: Any) -> Family:
 
 def num_mtp_heads(hf_config: Any) -> int:
     """Return the number of MTP heads; not every family's config has the field."""
-    return getattr(hf_config, "num_nextn_predict_layers", None) or 0
+    fields = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    named = (getattr(hf_config, field, None) for field in fields)
+    return next((number for number in named if number is not None), family_of(hf_config).mtp_heads)
 
 
 def dims_of(hf_config: Any) -> Dims:
@@ -69,4 +64,13 @@ def dims_of(hf_config: Any) -> Dims:
         vocab=hf_config.vocab_size,
         layers=settings["num_layers"],
         mtp_heads=num_mtp_heads(hf_config),
+        delta=_delta_dims(settings),
     )
+
+
+def _delta_dims(settings: dict[str, Any]) -> DeltaDims | None:
+    if "linear_num_key_heads" not in settings:
+        return None
+    heads = settings["linear_num_key_heads"]
+    values = settings["linear_num_value_heads"] // heads
+    return DeltaDims(heads, settings["linear_key_head_dim"], values, settings["linear_value_head_dim"])

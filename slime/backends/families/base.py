@@ -10,6 +10,10 @@ all ranks' parts again. What a rank holds is decided by the rule's kind:
     swapped      column, with the two halves of the columns exchanged
     vocab        rows cut over the ranks, after padding the vocabulary to a multiple of their number
     qkv          query, key and value interleaved by key-value group, rows cut over the ranks
+    gated_qkv    the same, where the hub's query has a gate after each head
+    delta_...    queries, keys, values and gates of a gated delta net interleaved by key head, rows cut; the
+                 hub has two tensors of such rows (fused), the first three as blocks of one tensor and the
+                 others apart (apart), or only these blocks (conv)
     gate_up      each rank's rows of the gate above its rows of the up projection
     fused_gate_up  the same, from a hub tensor that holds the whole gate above the whole up projection
 """
@@ -25,7 +29,9 @@ from torch import Tensor
 
 from slime.backends.shared.scalar_head import HEAD
 
-KINDS = ("replicated", "exact", "column", "swapped", "row", "vocab", "qkv", "gate_up", "fused_gate_up")
+_INTERLEAVED = ("qkv", "gated_qkv", "delta_fused", "delta_apart", "delta_conv")
+_PLAIN = ("replicated", "exact", "column", "swapped", "row", "vocab", "gate_up", "fused_gate_up")
+KINDS = (*_PLAIN, *_INTERLEAVED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,16 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaDims:
+    """Sizes of gated delta nets."""
+
+    heads: int  # of keys
+    key: int  # width of a key
+    values: int  # value heads of a key head
+    value: int  # width of a value
+
+
+@dataclass(frozen=True, slots=True)
 class Dims:
     """Sizes of the model that are needed to split and join its tensors."""
 
@@ -61,6 +77,7 @@ class Dims:
     vocab: int
     layers: int = 0  # of the decoder
     mtp_heads: int = 0
+    delta: DeltaDims | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +90,11 @@ class Family:
     # Names of MTP heads in checkpoints; they are built only if they train, and otherwise saved unchanged.
     mtp_prefix: str | None = None
     mtp_rules: tuple[Rule, ...] = ()  # for what an MTP head has besides a decoder layer
+    mtp_layer: str | None = None  # name of an MTP head's decoder layer, if it is not `mtp_prefix`
+    mtp_heads: int = 0  # where the config has no field for their number
     branch_norms: bool = False  # outputs of attention and MLP are normalised before the residual sum
+    # Entries of `layer_types` in the config that the modules here compute.
+    layer_kinds: tuple[str, ...] = ("full_attention",)
 
     @property
     def all_rules(self) -> tuple[Rule, ...]:
@@ -83,7 +104,7 @@ class Family:
         inside = [
             Rule(
                 rule.mcore.replace(LAYER, MTP_LAYER + "transformer_layer."),
-                tuple(name.replace(HUB_LAYER, self.mtp_prefix + ".") for name in rule.hub),
+                tuple(name.replace(HUB_LAYER, f"{self.mtp_layer or self.mtp_prefix}.") for name in rule.hub),
                 rule.kind,
             )
             for rule in self.rules
@@ -199,7 +220,7 @@ def to_local(kind: str, tensors: Sequence[Tensor], dims: Dims, size: int, rank: 
         return to_local("gate_up", tensors[0].chunk(2), dims, size, rank)
     if kind == "gate_up":
         return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
-    whole = _join_groups(tensors, dims) if kind == "qkv" else tensors[0]
+    whole = _interleave(kind, tensors, dims) if kind in _INTERLEAVED else tensors[0]
     return whole.chunk(size)[rank]
 
 
@@ -218,20 +239,63 @@ def to_hub(kind: str, parts: Sequence[Tensor], dims: Dims) -> list[Tensor]:
     if kind == "gate_up":
         return [torch.cat(halves) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
     whole = torch.cat(list(parts))
-    return _split_groups(whole, dims) if kind == "qkv" else [whole]
+    if kind not in _INTERLEAVED:
+        return [whole]
+    groups, widths = _part_widths(kind, len(whole), dims)
+    by_group = whole.reshape(groups, -1, *whole.shape[1:])
+    return _hub_tensors(kind, [part.flatten(0, 1) for part in by_group.split(widths, dim=1)], dims)
 
 
 def _swap(tensor: Tensor) -> Tensor:
     return torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
 
 
-def _join_groups(tensors: Sequence[Tensor], dims: Dims) -> Tensor:
-    """q [H * D, ...], k and v [G * D, ...] -> for each key-value group its queries, its key and its value."""
-    by_group = [tensor.reshape(dims.groups, -1, *tensor.shape[1:]) for tensor in tensors]
-    return torch.cat(by_group, dim=1).flatten(0, 1)
+def hub_rows(kind: str, rows: int, dims: Dims) -> list[int]:
+    """Return how many of the rows of a whole fused matrix come from each hub tensor."""
+    if kind not in _INTERLEAVED:
+        return [rows // 2] * 2
+    groups, widths = _part_widths(kind, rows, dims)
+    parts = [torch.empty(groups * width, device="meta") for width in widths]
+    return [len(tensor) for tensor in _hub_tensors(kind, parts, dims)]
 
 
-def _split_groups(whole: Tensor, dims: Dims) -> list[Tensor]:
-    by_group = whole.reshape(dims.groups, -1, *whole.shape[1:])
-    queries = by_group.shape[1] - 2 * dims.head_dim
-    return [part.flatten(0, 1) for part in by_group.split((queries, dims.head_dim, dims.head_dim), dim=1)]
+def _part_widths(kind: str, rows: int, dims: Dims) -> tuple[int, list[int]]:
+    """Return the number of groups of an interleaved tensor, and the rows of each part of a group."""
+    if kind in ("qkv", "gated_qkv"):
+        width, shared = dims.head_dim, 1 + (kind == "gated_qkv")
+        queries = [(rows // dims.groups - 2 * width) // shared] * shared
+        return dims.groups, [*queries, width, width]
+    assert dims.delta is not None, "only models with gated delta nets have such rules"
+    key, value, heads = dims.delta.key, dims.delta.values * dims.delta.value, dims.delta.values
+    widths = {
+        "delta_fused": [2 * (key + value), 2 * heads],
+        "delta_apart": [key, key, value, value, heads, heads],
+        "delta_conv": [key, key, value],
+    }
+    return dims.delta.heads, widths[kind]
+
+
+def _interleave(kind: str, tensors: Sequence[Tensor], dims: Dims) -> Tensor:
+    """Join hub tensors: for each group its rows of every part, such as its queries, its key, its value."""
+    first = tensors[0]
+    if kind == "gated_qkv":
+        pair = first.unflatten(0, (-1, 2, dims.head_dim)).unbind(1)
+        parts = [*(part.flatten(0, 1) for part in pair), *tensors[1:]]
+    elif kind in ("delta_apart", "delta_conv"):
+        assert dims.delta is not None, "only models with gated delta nets have such rules"
+        keys = dims.delta.heads * dims.delta.key
+        parts = [*first.split((keys, keys, len(first) - 2 * keys)), *tensors[1:]]
+    else:
+        parts = list(tensors)
+    groups = dims.groups if dims.delta is None or kind.endswith("qkv") else dims.delta.heads
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def _hub_tensors(kind: str, parts: list[Tensor], dims: Dims) -> list[Tensor]:
+    """Return hub tensors from the parts of an interleaved one; the reverse of the first step there."""
+    if kind == "gated_qkv":
+        pair = [part.unflatten(0, (-1, dims.head_dim)) for part in parts[:2]]
+        return [torch.stack(pair, dim=1).flatten(0, 2), *parts[2:]]
+    if kind in ("delta_apart", "delta_conv"):
+        return [torch.cat(parts[:3]), *parts[3:]]
+    return parts

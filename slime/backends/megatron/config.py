@@ -59,12 +59,12 @@ def read_hf_config(path: str) -> Any:
 
     register_configs()
     config = AutoConfig.from_pretrained(path)
-    family_of(config)  # before the general check, because its error is more specific
-    kinds = sorted(set(config.get_text_config().to_dict().get("layer_types") or ()) - {"full_attention"})
+    known = family_of(config).layer_kinds
+    kinds = sorted(set(config.get_text_config().to_dict().get("layer_types") or ()) - set(known))
     if kinds:
         raise ValueError(
-            f"{config.model_type} has {', '.join(kinds)} layers: --train-backend megatron computes full "
-            "attention only; use --train-backend fsdp."
+            f"{config.model_type} has {', '.join(kinds)} layers: --train-backend megatron computes "
+            f"{', '.join(known)} there; use --train-backend fsdp."
         )
     return config
 
@@ -190,6 +190,8 @@ def _plain(name: str, value: Any, known: dict[str, Any]) -> Any:
     """Return one form for values that can be written in several."""
     if name == "moe_layer_freq" and isinstance(value, int):
         return [int(layer % value == 0) for layer in range(known["num_layers"])]
+    if name == "linear_attention_freq" and isinstance(value, int):
+        return [int((layer + 1) % value != 0) for layer in range(known["num_layers"])]
     if name in ("moe_router_num_groups", "moe_router_group_topk") and value == 1:
         return None
     if name in _ROPE_FACTS and known["rotary_scaling_factor"] == 1.0:
@@ -279,6 +281,7 @@ def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.d
             f"--tensor-model-parallel-size is {tp}, but the model has {settings['num_attention_heads']} "
             "attention heads: use a divisor of that."
         )
+    _check_delta_nets(hf_config.model_type, settings, tp, cp)
     uneven = set(_UNEVEN) & set(args.megatron_config)
     if layers % (pp * (vpp or 1)) and not uneven:
         raise ValueError(
@@ -294,6 +297,25 @@ def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.d
         _refuse_experts(args, hf_config)
     else:
         _check_experts(args, experts, world_size, device)
+
+
+def _check_delta_nets(model_type: str, settings: dict[str, Any], tp: int, cp: int) -> None:
+    """Refuse sizes that cannot share the heads of gated delta nets or of gated attention."""
+    heads = settings.get("linear_num_key_heads")
+    if heads is None:
+        return
+    if heads % (tp * cp):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} and --context-parallel-size {cp}: the gated delta nets of a "
+            f"{model_type} are split by their {heads} key heads over both; use sizes whose product divides "
+            "them."
+        )
+    if tp > settings["num_query_groups"]:
+        raise ValueError(
+            f"--tensor-model-parallel-size is {tp}, but a {model_type} has {settings['num_query_groups']} "
+            "key-value heads, and megatron-core cannot share one between ranks where attention has an output "
+            f"gate: use at most {settings['num_query_groups']}."
+        )
 
 
 def _check_experts(args: Args, experts: int, world_size: int, device: torch.device) -> None:

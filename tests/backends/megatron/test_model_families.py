@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 from megatron_families import COMMON, FAMILIES, MTP, family_cases, make_checkpoint, samples_of_tests
 from megatron_helpers import in_processes, megatron_args, save_and_resume
 
-from slime.backends.megatron.config import read_hf_config, transformer_config
+from slime.backends.megatron.config import check_layout, read_hf_config, transformer_config
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
 
@@ -20,6 +20,7 @@ DENSE = {"tp2": dict(tp=2), "tp2 sp": dict(tp=2, sp=True), "pp2": dict(pp=2), "c
 SPARSE = {"tp2 sp": dict(tp=2, sp=True), "pp2": dict(pp=2), "cp2": dict(cp=2), "ep2": dict(ep=2)}
 OTHERS = ("llama", "qwen2", "qwen3", "qwen3_moe")  # their layouts are in test_megatron_layouts
 LAYOUTS = {name: {} if name in OTHERS else DENSE if name in ("glm4", "mimo") else SPARSE for name in FAMILIES}
+LAYOUTS["qwen3_next"] = SPARSE | {"vpp2": dict(pp=2, vpp=2)}  # stages with and without attention
 ONE = list(FAMILIES)
 TWO = [f"{name} {layout}" for name in FAMILIES for layout in LAYOUTS[name]]
 
@@ -228,9 +229,11 @@ def test_checkpoints_that_do_not_fit_are_named(beside):
     assert "model.layers.2.self_attn.kv_b_proj.weight [3, 16]" in beside["shape"]
 
 
-def test_mla_and_biases_resume_under_another_layout(folder, models):
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+def test_a_family_resumes_under_another_layout(folder, models, name):
     layouts = dict(tp=2, sp=True, distopt=True), dict(pp=2, ep=1, distopt=True)
-    found = in_processes(2, save_and_resume, folder, models["deepseek_v3"][0], str(folder / "ckpt"), *layouts)
+    place = str(folder / f"ckpt-{name}")
+    found = in_processes(2, save_and_resume, folder, models[name][0], place, *layouts)
     for step, expected in zip(found["resumed"]["steps"], found["went on"]["steps"], strict=True):
         assert step == pytest.approx(expected, abs=1e-4)
     for name, tensor in found["went on"]["weights"].items():
@@ -272,9 +275,24 @@ def test_what_megatron_would_compute_otherwise_is_refused(changes, message):
         family_of(config).settings(config)
 
 
-def test_family_that_cannot_be_built_says_what_is_missing(tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(tp=2, sp=True, cp=4), "split by their 4 key heads over both"),
+        (dict(tp=4, sp=True), "cannot share one between ranks where attention has an output gate"),
+    ],
+)
+def test_sizes_that_cannot_share_the_heads_of_delta_nets_are_refused(models, sizes, message):
+    args = megatron_args(models["qwen3_next"][0], **sizes)
+    with pytest.raises(ValueError, match=message):
+        check_layout(args, read_hf_config(args.hf_checkpoint), world_size=8, device=torch.device("cpu"))
+
+
+def test_layers_that_megatron_cannot_compute_are_named(tmp_path):
     from transformers import AutoConfig
 
-    AutoConfig.for_model("qwen3_next", **COMMON, head_dim=16).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="gated delta net layers only with flash-linear-attention"):
+    kinds = ["sliding_attention", "full_attention"]
+    config = AutoConfig.for_model("qwen2", **(COMMON | dict(num_hidden_layers=2)), layer_types=kinds)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"sliding_attention layers: .* computes full_attention there"):
         read_hf_config(str(tmp_path))

@@ -6,6 +6,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from slime.backends.megatron.modules.gated_delta_net import PackedGatedDeltaNet
 from slime.backends.megatron.modules.grouped_experts import GroupedExperts
 from slime.backends.megatron.modules.layers import NormedAdd, PackedCoreAttention, RMSNorm
 from slime.backends.megatron.modules.mla import MLANorm, PackedMLA
@@ -13,9 +14,17 @@ from slime.backends.megatron.modules.routing import PackedRouter, RoutedLayer
 
 
 def layer_spec(
-    config: TransformerConfig, *, moe: bool, attention: type[PackedCoreAttention], branch_norms: bool = False
+    config: TransformerConfig,
+    *,
+    moe: bool,
+    attention: type[PackedCoreAttention],
+    branch_norms: bool = False,
+    delta_net: bool = False,
 ) -> ModuleSpec:
-    """Return a decoder layer of Megatron's own modules, with our norms and the given core attention."""
+    """Return a decoder layer of Megatron's own modules, with our norms and the given core attention.
+
+    `delta_net`: it has a gated delta net in place of attention.
+    """
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=False,
@@ -31,6 +40,8 @@ def layer_spec(
         outer.submodules.q_layernorm = outer.submodules.kv_layernorm = MLANorm
     elif config.qk_layernorm:
         outer.submodules.q_layernorm = outer.submodules.k_layernorm = RMSNorm
+    if delta_net:
+        layer.self_attention = ModuleSpec(module=PackedGatedDeltaNet)
     if moe:
         spec.module, mixture = RoutedLayer, layer.mlp.submodules
         mixture.router, mixture.experts.module = PackedRouter, GroupedExperts
@@ -50,9 +61,15 @@ def block_spec(
     """Return the spec of the layers that this pipeline stage (and virtual stage) builds."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    pattern = moe_pattern(config)
+    pattern, delta_nets = moe_pattern(config), config.linear_attention_freq or [0] * config.num_layers
     specs = [
-        layer_spec(config, moe=pattern[layer], attention=attention, branch_norms=branch_norms)
+        layer_spec(
+            config,
+            moe=pattern[layer],
+            attention=attention,
+            branch_norms=branch_norms,
+            delta_net=bool(delta_nets[layer]),
+        )
         for layer in range(first, first + count)
     ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)

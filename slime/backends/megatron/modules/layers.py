@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -84,7 +85,13 @@ class RMSNorm(torch.nn.RMSNorm):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **ignored: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.around_zero = config.layernorm_zero_centered_gamma  # the factor is one more than the weight
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] # Megatron's mark
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.around_zero:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class NormedAdd(RMSNorm):

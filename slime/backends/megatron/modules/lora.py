@@ -33,7 +33,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from slime.arguments import Args
-from slime.backends.families.base import Dims, Rule, to_local
+from slime.backends.families.base import Dims, Rule, hub_rows, to_local
 from slime.backends.megatron.modules.model import PackedGPTModel
 from slime.backends.megatron.weights import SCALAR_HEAD, HubWeights, ParameterEntry, SharedOut
 from slime.backends.shared.adapters import ALL_LINEAR, first_factor, saved_name
@@ -250,9 +250,7 @@ def _between(linear: Linear, is_row: bool) -> Callable[[Tensor], Tensor]:
 
 def _part_of_rows(kind: str, rows: int, dims: Dims, size: int, rank: int) -> Tensor:
     """Return [rows of this rank]: the index of the part to which each row of a fused matrix belongs."""
-    keys = dims.groups * dims.head_dim
-    counts = [rows - 2 * keys, keys, keys] if kind == "qkv" else [rows // 2] * 2
-    marks = [torch.full((count, 1), index) for index, count in enumerate(counts)]
+    marks = [torch.full((count, 1), index) for index, count in enumerate(hub_rows(kind, rows, dims))]
     return to_local(kind, marks, dims, size, rank)[:, 0]
 
 
