@@ -1,20 +1,27 @@
 """Engines that claim the protocol: the embedded one and SGLang are started here, others are given by url."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from engine_under_test import CONTEXT, VOCAB, EngineUnderTest, load_model, start_engine
+from devices import DEVICE
+from engine_under_test import (
+    CONTEXT,
+    VOCAB,
+    EngineUnderTest,
+    engine_variables,
+    load_model,
+    small_sglang_plan,
+    start_engine,
+)
 from tiny_model import make_tiny_model
 
-from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.engines.engine_process import EngineServer, LaunchPlan
+from slime.engines.engine_process import EngineServer
 from slime.engines.fleet import EngineFleet, WatchPolicy
-from slime.engines.sglang.command import SGLangOptions, sglang_command
 from slime.utils.machine import shm
-from slime.utils.machine.children import thread_environment
 
 TOKEN = "a-secret-of-this-suite"  # the engines that are started here ask for it, as they do beyond loopback
 
@@ -24,7 +31,7 @@ def pytest_addoption(parser):
         "--engine-url", help="run the engine conformance suite against this running server as well"
     )
     parser.addoption("--engine-model", help="the model folder that --engine-url serves")
-    parser.addoption("--engine-device", default="cpu", help="where the embedded engine of the suite runs")
+    parser.addoption("--engine-device", default=DEVICE, help="where the embedded engine of the suite runs")
 
 
 def pytest_generate_tests(metafunc):
@@ -67,7 +74,7 @@ def served_engine(request, tiny_folder, tmp_path_factory) -> Iterator[EngineUnde
         fleet, _ = request.getfixturevalue("sglang_pair")
         yield EngineUnderTest(fleet.urls[0], tiny_folder, None, shm.make_prefix())
         return
-    device = request.config.getoption("--engine-device", default="cpu")
+    device = request.config.getoption("--engine-device", default=DEVICE)
     flags = ("--max-running-requests", "8", "--max-total-tokens", str(1 << 16), "--dtype", "float32")
     flags += ("--device", device)
     logs = tmp_path_factory.mktemp("engine")
@@ -77,17 +84,12 @@ def served_engine(request, tiny_folder, tmp_path_factory) -> Iterator[EngineUnde
 
 @pytest.fixture(scope="session")
 def sglang_pair(tiny_folder, tmp_path_factory) -> Iterator[tuple[EngineFleet, EngineWeights]]:
-    """Two real SGLang servers on the CPU, restarted when they die, and what keeps their weights."""
-    python = find_python(None)
-    if python is None:
-        pytest.skip("there is no SGLang: `make sglang-env`")
+    """Two real SGLang servers, restarted when they die, and what keeps their weights."""
     logs = tmp_path_factory.mktemp("sglang")
-    extra = ("--max-running-requests", "8", "--max-total-tokens", "8192")
-    options = SGLangOptions(python, str(tiny_folder), True, "float32", 1, 0, False, extra=extra)
-    command, env = sglang_command(options), thread_environment(1)
+    os.environ.update(engine_variables("trainer"))
     plans = [
-        LaunchPlan(f"engine-{i}", command, env, logs / f"engine-{i}.log", 900.0, token=TOKEN)
-        for i in range(2)
+        small_sglang_plan(name, tiny_folder, logs / f"{name}.log", token=TOKEN)
+        for name in ("engine-0", "engine-1")
     ]
     args = SimpleNamespace(
         pause_generation_mode="auto",

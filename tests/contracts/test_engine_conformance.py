@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from devices import CLOSE
 from engine_under_test import CONTEXT, VOCAB, largest_difference, met, plain_log_probs
 
 from slime.utils import http_utils
@@ -27,7 +28,7 @@ def test_log_probs_are_those_of_the_temperature_scaled_forward_pass(engine, old_
     made = engine.generate(PROMPT, temperature=temperature, max_new_tokens=40, ignore_eos=True)
     assert len(made.ids) == len(made.log_probs) == 40
     assert (
-        largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids, temperature)) < 1e-4
+        largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids, temperature)) < CLOSE
     )
 
 
@@ -35,7 +36,7 @@ def test_log_probs_under_filters_are_still_those_of_the_full_distribution(engine
     made = engine.generate(
         PROMPT, temperature=0.8, top_p=0.7, top_k=9, min_p=0.05, max_new_tokens=40, ignore_eos=True
     )
-    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids, 0.8)) < 1e-4
+    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids, 0.8)) < CLOSE
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -67,7 +68,7 @@ def test_an_engine_that_can_tells_what_each_token_was_drawn_from(engine, old_mod
 
 def test_a_long_prompt_over_many_pages_has_right_log_probs(engine, old_model):
     made = engine.generate(LONG_PROMPT, max_new_tokens=30, ignore_eos=True)
-    assert largest_difference(made.log_probs, plain_log_probs(old_model, LONG_PROMPT, made.ids)) < 1e-4
+    assert largest_difference(made.log_probs, plain_log_probs(old_model, LONG_PROMPT, made.ids)) < CLOSE
 
 
 def test_greedy_takes_the_most_likely_token(engine, old_model):
@@ -259,7 +260,7 @@ def test_a_group_travels_as_one_request_with_the_answers_of_single_ones(engine):
     assert num_posts == 1
     for one, other in zip(found, expected, strict=True):
         assert one.ids == other.ids and one.text == other.text and one.finish == other.finish
-        assert largest_difference(one.log_probs, other.log_probs) < 1e-4
+        assert largest_difference(one.log_probs, other.log_probs) < CLOSE
         assert one.weight_version == other.weight_version and one.spans == other.spans
 
 
@@ -333,14 +334,14 @@ def test_more_requests_than_run_at_once_all_finish_right(engine, old_model):
 
     for i, (prompt, made) in enumerate(zip(*run(many()), strict=True)):
         assert len(made.ids) == 5 + i
-        assert largest_difference(made.log_probs, plain_log_probs(old_model, prompt, made.ids)) < 1e-4
+        assert largest_difference(made.log_probs, plain_log_probs(old_model, prompt, made.ids)) < CLOSE
 
 
 def test_a_repeated_prompt_is_taken_from_the_prefix_cache(engine, old_model):
     first = engine.generate(LONG_PROMPT, temperature=0.0, max_new_tokens=10, ignore_eos=True)
     second = engine.generate(LONG_PROMPT, temperature=0.0, max_new_tokens=10, ignore_eos=True)
     assert first.cached_tokens == 0 and second.cached_tokens >= 256
-    assert second.ids == first.ids and largest_difference(first.log_probs, second.log_probs) < 1e-4
+    assert second.ids == first.ids and largest_difference(first.log_probs, second.log_probs) < CLOSE
     run(engine.control.flush())
     assert engine.generate(LONG_PROMPT, max_new_tokens=1).cached_tokens == 0
 
@@ -382,7 +383,7 @@ def test_an_aborted_request_answers_all_it_made_and_its_blocks_come_back(engine,
 
     victim, other = engine.meet(abort)
     assert 20 <= len(victim.ids) < 450
-    assert largest_difference(victim.log_probs, plain_log_probs(old_model, PROMPT, victim.ids)) < 1e-4
+    assert largest_difference(victim.log_probs, plain_log_probs(old_model, PROMPT, victim.ids)) < CLOSE
     assert other.finish == "length" and len(other.ids) == 120
     assert engine.known_counter("kv_blocks_free") == free == engine.known_counter("kv_blocks_total")
 
@@ -417,7 +418,7 @@ def test_a_request_whose_connection_broke_is_sent_again_under_its_id(engine, old
 
     made = engine.meet(scenario)
     assert len(made.ids) == 40
-    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids)) < 1e-4
+    assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids)) < CLOSE
 
 
 def test_a_client_that_hangs_up_frees_its_blocks(engine):

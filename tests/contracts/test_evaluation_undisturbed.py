@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from devices import CLOSE
 from engine_under_test import (
     CONTEXT,
     largest_difference,
@@ -198,7 +199,7 @@ def check_evaluation(served, front, tmp_path, old_model, new_model, tiny_folder,
         expected = [
             by_model[version][i] for version, start, end in sample.version_spans for i in range(start, end)
         ]
-        assert largest_difference(sample.rollout_log_probs, expected) < 1e-4 / TEMPERATURE
+        assert largest_difference(sample.rollout_log_probs, expected) < CLOSE / TEMPERATURE
     versions = {version for s in held["samples"] for version, _, _ in s.version_spans}
     met({"default", "run:1"} <= versions)
     assert results[0].metrics == {"eval/held/weight_versions": len(versions)}

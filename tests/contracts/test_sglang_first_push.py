@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from devices import CLOSE
 from engine_under_test import EngineUnderTest, largest_difference, plain_log_probs
 
 from slime.utils.async_utils import run
@@ -62,7 +63,7 @@ def bundle_of(options, weights: dict[str, torch.Tensor]):
 def assert_serves(url: str, model, folder) -> None:
     made = EngineUnderTest(url, folder, None, "").generate(PROMPT, max_new_tokens=30, ignore_eos=True)
     assert made.weight_version == "run:1"
-    assert largest_difference(made.log_probs, plain_log_probs(model, PROMPT, made.ids)) < 1e-4
+    assert largest_difference(made.log_probs, plain_log_probs(model, PROMPT, made.ids)) < CLOSE
 
 
 def test_a_bundle_restores_all_that_was_overwritten(first, options, old_model, tiny_folder, loads):

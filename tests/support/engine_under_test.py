@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from devices import DEVICE
 from patience import PATIENCE_S
 
 from slime.arguments.passthrough.sglang_flags import find_python
@@ -26,6 +27,7 @@ from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.machine import shm
 from slime.utils.machine.children import LifePipe, stop_process, thread_environment
+from slime.utils.machine.shared_gpu import nccl_on_one_gpu
 from slime.weight_sync.base import SenderOptions
 from slime.weight_sync.transports import transport_of
 from slime.wire.client import EngineClient
@@ -66,15 +68,41 @@ def served_by_embedded(model: Path, log: Path, **changes) -> Iterator[tuple[Engi
         shm.unlink_prefix(prefix)
 
 
-@contextmanager
-def served_by_sglang(model: Path, log: Path, *extra: str) -> Iterator[str]:
-    """A real SGLang server on the CPU: its address."""
+# Flags of a small server, on either device.
+SMALL_SGLANG = ("--max-running-requests", "8", "--max-total-tokens", "8192")
+if DEVICE != "cpu":
+    SMALL_SGLANG += ("--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-cuda-graph")
+    SMALL_SGLANG += ("--disable-custom-all-reduce", "--mem-fraction-static", "0.5")
+
+
+def sglang_python() -> str:
+    """The interpreter that has SGLang; a test is skipped where there is none."""
     python = find_python(None)
     if python is None:
         pytest.skip("there is no SGLang: `make sglang-env`")
-    extra = ("--max-running-requests", "8", "--max-total-tokens", "8192", *extra)
-    command = sglang_command(SGLangOptions(python, str(model), True, "float32", 1, 0, False, extra=extra))
-    server = EngineServer(LaunchPlan("engine-0", command, thread_environment(1), log, 900.0))
+    return python
+
+
+def small_sglang_plan(name: str, model: Path, log: Path, *extra: str, **changes: Any) -> LaunchPlan:
+    """Return the plan of a real SGLang server on the device of the tests; changes are for SGLangOptions."""
+    token, given = changes.pop("token", None), dict(dtype="float32", tensor_parallel=1, seed=0)
+    given |= dict(cpu=DEVICE == "cpu", memory_saver=False, extra=(*SMALL_SGLANG, *extra))
+    options = SGLangOptions(python=sglang_python(), model_path=str(model), **given | changes)
+    env = thread_environment(1) | engine_variables(name)
+    return LaunchPlan(name, sglang_command(options), env, log, 900.0, host=options.host, token=token)
+
+
+def engine_variables(name: str) -> dict[str, str]:
+    """Return the environment with which a server shares the tests' GPU with trainer ranks; empty on a CPU."""
+    if DEVICE == "cpu":
+        return {}
+    return nccl_on_one_gpu(name) | {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+
+
+@contextmanager
+def served_by_sglang(model: Path, log: Path, *extra: str) -> Iterator[str]:
+    """A real SGLang server: its address."""
+    server = EngineServer(small_sglang_plan("engine-0", model, log, *extra))
     server.launch()
     try:
         server.wait_ready()

@@ -4,31 +4,24 @@
 first part writes what it saw to `FOLDER/seen.json`; both end when their stdin does.
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
-from slime.arguments.passthrough.sglang_flags import find_python
-from slime.engines.engine_process import EngineServer, LaunchPlan
-from slime.engines.sglang.command import SGLangOptions, sglang_command
+from engine_under_test import small_sglang_plan
+
+from slime.engines.engine_process import EngineServer
 from slime.utils.async_utils import run
-from slime.utils.machine.children import thread_environment
 
 PROMPT = [10, 20, 30, 40, 50]
 
 
 def start(node: int, host: str, meeting_point: str, folder: Path) -> EngineServer:
-    python = find_python(None)
-    assert python is not None, "the test has looked for it"
-    options = SGLangOptions(
-        *(python, str(folder / "old"), True, "float32", 2, 0, False),
-        host=host,
-        node=node,
-        num_nodes=2,
-        extra=("--max-running-requests", "8", "--max-total-tokens", "4096"),
-    )
-    env, log = {**thread_environment(1), "SGLANG_HOST_IP": host}, folder / f"part-{node}.log"
-    server = EngineServer(LaunchPlan("engine", sglang_command(options), env, log, 1800.0, host=host))
+    changes = {"tensor_parallel": 2, "host": host, "node": node, "num_nodes": 2}
+    plan = small_sglang_plan("engine", folder / "old", folder / f"part-{node}.log", **changes)
+    env = {**plan.env, "SGLANG_HOST_IP": host}
+    server = EngineServer(dataclasses.replace(plan, env=env, start_timeout_s=1800.0))
     server.launch(meeting_point)
     return server
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from engine_under_test import largest_difference, small_embedded_command
+from devices import CLOSE, DEVICE
+from engine_under_test import SMALL_SGLANG, largest_difference, sglang_python, small_embedded_command
 from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, random_samples, trainer_args
 
 from slime.arguments import default_args
-from slime.arguments.passthrough.sglang_flags import find_python
 from slime.backends.fsdp import create_backend
 from slime.backends.shared.microbatch import build_micro_batch
 from slime.batch.convert import samples_to_batch
@@ -82,14 +82,12 @@ def embedded(model: Path, prefix: str):
 
 
 def sglang(model: Path, prefix: str):
-    python = find_python(None)
-    if python is None:
-        pytest.skip("there is no SGLang: `make sglang-env`")
-    limits = ["--max-running-requests", "4", "--max-total-tokens", "4096"]
+    limits, python = list(SMALL_SGLANG), sglang_python()
     lora = {"lora_sync": "adapter", "lora_rank": 4, "lora_target_modules": ["all-linear"]}
     args = default_args(sglang_python=python, dtype="float32", sglang_options=limits, seed=0, **lora)
     place = EnginePlace("engine-0", "default", "regular", 0, (), 1)
-    return run_command(args, EngineSite(str(model), True, place, (), "127.0.0.1", prefix, 1))
+    gpus = () if DEVICE == "cpu" else (0,)
+    return run_command(args, EngineSite(str(model), True, place, gpus, "127.0.0.1", prefix, 1))
 
 
 @pytest.fixture
@@ -149,7 +147,7 @@ def test_the_engine_says_what_the_trainer_says_after_each_push_of_adapters(engin
         assert weights.receive(bundle)["perf/engines_evicted"] == 0
         answers.append(answer := generate(fleet.urls[0]))
         assert {span.version for span in answer.spans} == {f"run:{number}"}
-        assert largest_difference(trainer_log_probs(trainer, answer.ids), answer.log_probs) < 1e-4
+        assert largest_difference(trainer_log_probs(trainer, answer.ids), answer.log_probs) < CLOSE
     # The second push changed what the first tokens are worth: the comparison above could have failed.
     assert largest_difference(trainer_log_probs(trainer, answers[0].ids), answers[0].log_probs) > 1e-2
 
@@ -170,7 +168,7 @@ def test_an_engine_that_was_killed_comes_back_with_the_model_and_the_current_ada
         except (HttpError, TimeoutError):
             time.sleep(0.1)
     assert answer.weight_version == "run:7"
-    assert largest_difference(trainer_log_probs(trainer, answer.ids), answer.log_probs) < 1e-4
+    assert largest_difference(trainer_log_probs(trainer, answer.ids), answer.log_probs) < CLOSE
 
 
 def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(engines, trainer, sender):
@@ -187,7 +185,7 @@ def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(engines, tr
         run(transport_of(bad.transport).deliver(bad, control, info))
     answer = generate(fleet.urls[0])
     assert answer.weight_version == "run:8"
-    assert largest_difference(trainer_log_probs(trainer, answer.ids), answer.log_probs) < 1e-4
+    assert largest_difference(trainer_log_probs(trainer, answer.ids), answer.log_probs) < CLOSE
 
 
 def test_a_request_for_adapters_that_the_engine_has_not_is_refused(engines, trainer, sender):
