@@ -127,7 +127,7 @@ class WeightPush:
         report = replace(reports[0], failures=failures, rank_bytes=sent_bytes)
         with self._tracer.span("engines resume"):
             metrics = self._engines.call_control(EngineWeights.finish_live, version, targets, report).result()
-        metrics["perf/update_weights_rank_bytes"] = max(sent_bytes.values())
+        metrics["perf/update_weights_rank_bytes"] = max(sent_bytes.values(), default=0)
         if not TRANSPORTS[self.transport].every_rank and len(sent_bytes) > 1:
             metrics |= {f"perf/update_weights_rank_bytes/{rank}": n for rank, n in sent_bytes.items()}
         return report, {**metrics, "perf/update_weights_pause_time": time.monotonic() - started}

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
+import threading
 import time
 from types import SimpleNamespace
 
@@ -38,6 +39,7 @@ class Ranks:
 
     def __init__(self, folder):
         self.value, self.missed, self.noted = 0.0, {}, []
+        self.while_sending = lambda: None
         self.disk = DiskSender(SenderOptions("slime-x", folder, str(folder)))
 
     def part(self, owner):
@@ -47,7 +49,8 @@ class Ranks:
         return [getattr(self, method.__name__)(*args)]
 
     def send_live(self, version, dtype, targets):
-        return LiveReport(2, 20, dict(self.missed))
+        self.while_sending()
+        return LiveReport(2, 20, dict(self.missed), {0: 20})
 
     def export(self, version, dtype):
         self.disk.send([("a", torch.full((3,), self.value))])
@@ -266,6 +269,27 @@ def test_an_engine_that_is_added_to_the_run_gets_the_version_that_the_others_ser
     world.push.write_files(changed=False)
     until(lambda: world.fleet.is_alive(added.url), "the engine to join", PATIENCE_S)
     assert world.loaded == [(added.url, "run:1", 1.0)]
+
+
+def test_an_engine_that_is_added_during_a_push_joins_after_it_with_the_version_of_the_push(world):
+    push(world, 1.0)
+    added = Server()
+    added.url, added.plan = "http://127.0.0.1:11", SimpleNamespace(name="engine-2")
+    joining, is_ready = [], threading.Event()
+    added.wait_ready = is_ready.set
+
+    def add() -> None:
+        joining.append(in_background(lambda: world.fleet.admit(added), "add"))
+        assert is_ready.wait(PATIENCE_S) and added not in world.fleet.servers
+
+    world.ranks.while_sending = add
+    assert push(world, 2.0)["perf/engines_missed"] == 0
+    joining[0].result(PATIENCE_S)
+    until(lambda: world.push.wants_files(changed=False), "the request", PATIENCE_S)
+    assert world.loaded == [], "nothing is written before the run asks for it"
+    world.push.write_files(changed=False)
+    until(lambda: world.fleet.is_alive(added.url), "the engine to join", PATIENCE_S)
+    assert world.loaded == [(added.url, "run:2", 2.0)]
 
 
 def test_an_engine_that_missed_the_push_loads_files_before_the_run_continues(world):
