@@ -134,7 +134,7 @@ class _StepEnd:
 
 
 class Requests:
-    """Reads requested actions from the record and executes them. `recording` None: there are none."""
+    """Reads requested actions and executes them. `recording` None: there are none."""
 
     def __init__(self, recording: Handle[Recording] | None):
         self._recording = recording
@@ -164,8 +164,8 @@ class Requests:
         return [] if recording is None else recording.call_control(Recording.actions, state).result()
 
     def _reply(self, row: ActionRow, state: str, rollout_id: int, text: str) -> None:
-        assert self._recording is not None, "it was asked for through the record"
-        self._recording.call_control(Recording.reply, row.id, state, rollout_id, text).result()
+        assert self._recording is not None, "it is a request to a recorded run"
+        self._recording.call_control(Recording.reply, row, state, rollout_id, text).result()
 
     def _handle_asked(self, end: _StepEnd, *, paused: bool) -> tuple[bool, str | None]:
         """Execute pending requests; return whether the run is paused afterwards, and why it should end."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slime.arguments import Args
 from slime.liveness import waits
 from slime.observability.tracer import Span, forget_spans, spans_of_samples, spans_of_waits, write_spans
 from slime.record import RecordError, RecordWriter, group_entries
-from slime.record.actions import ASKED, REFUSED, ActionRow, read_actions, write_reply
+from slime.record.actions import ASKED, REFUSED, ActionRow, forget_replied, read_actions, write_reply
 from slime.record.additions import Advantage, PieceBook, write_advantages, write_histograms
 from slime.record.place import copy_record, forget_local, prepare_record
 from slime.record.samples import Entry
-from slime.record.schema import open_for_reading
+from slime.record.schema import RECORD_FILE, open_for_reading
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import Settled
 from slime.utils.machine.run_identity import Run
@@ -120,18 +122,21 @@ class Recording:
             return []
         try:
             with contextlib.closing(open_for_reading(self._file)) as connection:
-                rows = read_actions(connection, state)
-        except (RecordError, sqlite3.Error):
+                rows = read_actions(self._folder, connection, state)
+                if not self._is_elsewhere:
+                    forget_replied(connection, self._folder)
+        except (RecordError, sqlite3.Error, OSError):
             return []
         return [row for row in rows if row.state != ASKED or row.id not in self._replied]
 
-    def reply(self, row: int, state: str, rollout_id: int, text: str) -> None:
-        self._replied.add(row)
-        self._submit("a reply", lambda c: write_reply(c, row, state, rollout_id, text))
+    def reply(self, row: ActionRow, state: str, rollout_id: int, text: str) -> None:
+        self._replied.add(row.id)
+        done = replace(row, state=state, reply_time=time.time(), rollout_id=rollout_id, reply=text)
+        self._submit("a reply", lambda c: write_reply(c, self._folder, done))
 
     def _refuse_open(self, why: str) -> None:
         for row in self.actions(ASKED):
-            self.reply(row.id, REFUSED, -1, why)
+            self.reply(row, REFUSED, -1, why)
 
     def flush(self) -> None:
         """Block until everything that was recorded so far is on disk."""
@@ -140,8 +145,16 @@ class Recording:
 
     def copy(self) -> bool:
         """Copy a record that is written elsewhere to the run's folder; return whether that was done."""
-        is_local = self.writer is not None and self._file.parent != self._folder
-        return is_local and copy_record(self._file, self._folder)
+        if not self._is_elsewhere or not copy_record(self._file, self._folder):
+            return False
+        with contextlib.closing(open_for_reading(self._folder / RECORD_FILE)) as connection:
+            forget_replied(connection, self._folder)
+        return True
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the record is on a local disk of this host, and others see only its copies."""
+        return self.writer is not None and self._file.parent != self._folder
 
     def close(self) -> None:
         self.flush()  # a reply that is being written closes its request

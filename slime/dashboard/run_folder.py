@@ -189,7 +189,7 @@ class RunFolder:
                     "FROM rollouts"
                 )
                 meta = dict(connection.execute("SELECT key, value FROM meta"))
-                actions = read_actions(connection)
+                actions = read_actions(self.path, connection)
         except RecordError as error:
             return {"missing": str(error), "rollouts": 0, "samples": 0, "schema": 0, "actions": []}
         return {

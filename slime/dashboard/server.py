@@ -187,6 +187,11 @@ def _of_record(query: Callable[[sqlite3.Connection, web.Request], Any]) -> Answe
     return answer
 
 
+def _actions(page: Page, run: RunFolder, request: web.Request) -> Any:
+    with run.record() as connection:
+        return [asdict(row) for row in read_actions(run.path, connection)[-200:]]
+
+
 def _kind(request: web.Request) -> str:
     return request.query.get("kind", "train")
 
@@ -229,5 +234,5 @@ _ANSWERS: dict[str, Answer] = {
     "/settings": lambda page, run, request: run.settings(),
     "/logs": lambda page, run, request: logs.log_files(run.path),
     "/logs/{name}": _log,
-    "/actions": _of_record(lambda db, asked: [asdict(row) for row in read_actions(db)[-200:]]),
+    "/actions": _actions,
 }

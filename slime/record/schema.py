@@ -222,16 +222,6 @@ def unusable(path: Path, what: str, error: Exception) -> RecordError:
     return RecordError(f"{path} cannot be {what}: {error}.{fix if damaged else ''}")
 
 
-def open_for_asking(path: Path) -> sqlite3.Connection:
-    """Open the record of a run to write a request in one short transaction, beside its active writer."""
-    if not path.is_file():
-        raise RecordError(f"{path} does not exist: the run has no record to write to.")
-    connection = _connect(f"{path.resolve().as_uri()}?mode=rw", path)
-    with _closed_on_error(connection, path, "read"):
-        _check_schema(connection, path)
-    return connection
-
-
 def _connect(uri: str, path: Path) -> sqlite3.Connection:
     try:
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, check_same_thread=False)

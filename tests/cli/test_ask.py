@@ -1,7 +1,9 @@
 """`slime ask`: actions of a run from a plain terminal, answered by the run between two steps."""
 
 import contextlib
+import sqlite3
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from slime.catalog.actions import ACTIONS
 from slime.cli.main import main, render_help
 from slime.record import RECORD_FILE, RecordWriter
 from slime.record.actions import ASKED, DONE, REFUSED, ask, read_actions, write_reply
-from slime.record.schema import open_for_asking
+from slime.record.schema import open_for_reading
 from slime.utils.files.folder_lock import FolderLock
 from slime.utils.files.run_file import close_run_file, open_run_file
 
@@ -35,8 +37,8 @@ def running(folder):
 
 
 def rows(folder):
-    with contextlib.closing(open_for_asking(folder / RECORD_FILE)) as connection:
-        return read_actions(connection)
+    with contextlib.closing(open_for_reading(folder / RECORD_FILE)) as connection:
+        return read_actions(folder, connection)
 
 
 def answering(folder, state, text):
@@ -44,8 +46,8 @@ def answering(folder, state, text):
 
     def answer():
         eventually(lambda: rows(folder))
-        with contextlib.closing(open_for_asking(folder / RECORD_FILE)) as connection, connection:
-            write_reply(connection, rows(folder)[-1].id, state, 4, text)
+        with contextlib.closing(sqlite3.connect(folder / RECORD_FILE)) as connection, connection:
+            write_reply(connection, folder, replace(rows(folder)[-1], state=state, reply=text))
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -129,5 +131,5 @@ def test_the_command_is_in_the_help():
 
 
 def test_a_folder_may_be_given_as_text(folder):
-    assert ask(str(folder), "pause", None, "script") == 1
-    assert ask(Path(folder), "resume", None, "script") == 2
+    asked = [ask(str(folder), "pause", None, "script"), ask(Path(folder), "resume", None, "script")]
+    assert [row.id for row in rows(folder)] == asked

@@ -26,7 +26,7 @@ def test_an_action_is_open_until_it_is_answered_not_until_the_answer_is_written(
     first, second = ask(tmp_path, "lr", 5e-4, "test"), ask(tmp_path, "clip", 0.3, "test")
     write_late(recording, monkeypatch)
     assert [row.id for row in recording.actions(ASKED)] == [first, second]
-    recording.reply(first, DONE, 0, "done")
+    recording.reply(recording.actions(ASKED)[0], DONE, 0, "done")
     assert [row.id for row in recording.actions(ASKED)] == [second]
     recording.flush()
     assert [row.id for row in recording.actions(DONE)] == [first]

@@ -14,7 +14,7 @@ from ledger_world import finish, group_of
 from slime.cli.inspect import ledger as ledger_command
 from slime.cli.inspect import samples as samples_command
 from slime.record import LedgerReader, RecordError, RecordWriter, Select, open_record
-from slime.record.actions import ask
+from slime.record.actions import ask, read_actions
 from slime.record.audit import audit
 from slime.record.convert_old import loads
 from slime.rollout.ledger import Ledger
@@ -107,7 +107,7 @@ def test_commands_on_the_folder_of_an_older_run_work(old, capsys):
     ledger_command.main(["audit", str(old)])
     assert "conserved: every group has one" in capsys.readouterr().out
     assert samples_command.main([str(old)]) == 0 and "2+2=" in capsys.readouterr().out
-    assert ask(old, "pause", None, "command line") == 1, "also while the version that wrote it is running"
+    assert ask(old, "pause", None, "command line") > 0
 
 
 def test_samples_that_are_damaged_are_left_out(old):
@@ -150,13 +150,13 @@ def test_the_first_schema_is_converted(tmp_path):
             "INSERT INTO samples VALUES (1, 1, 0, NULL, 'completed', 1.0, NULL, NULL, '4', 2,"
             " x'02050006000700', NULL, x'0200000200', '[[\"run:1\", 0, 2]]');"
         )
-    with pytest.raises(RecordError, match="no such table: actions"):
-        ask(tmp_path, "pause", None, "command line")
     RecordWriter(tmp_path / "record.db", "run", 64 * MIB).close()
     with open_record(tmp_path) as record:
         tokens = record.tokens(record.samples(Select())[0].row)
     assert (tokens.ids, tokens.loss_mask, tokens.versions) == ([5, 6, 7], [1, 1], [("run:1", 0, 2)])
-    assert ask(tmp_path, "pause", None, "command line") == 1
+    asked = ask(tmp_path, "pause", None, "command line")
+    with contextlib.closing(sqlite3.connect(tmp_path / "record.db")) as connection:
+        assert [row.id for row in read_actions(tmp_path, connection)] == [asked]
 
 
 def test_bytes_that_end_early_are_one_clear_error():

@@ -12,6 +12,7 @@ import pytest
 from argument_helpers import parse
 from ledger_world import MIB, World, group_of
 
+from slime.cli.inspect import ask as ask_command
 from slime.cli.inspect import ledger as ledger_command
 from slime.cli.inspect import samples as samples_command
 from slime.cli.inspect import status as status_command
@@ -19,7 +20,7 @@ from slime.cluster.recording import Recording
 from slime.dashboard.run_folder import RunFolder
 from slime.dashboard.trouble import trouble_of
 from slime.record import RecordError, RecordWriter, place, record_file
-from slime.record.actions import ask
+from slime.record.actions import ASKED, DONE, ask, read_actions
 from slime.rollout.ledger import Ledger
 from slime.utils.files.run_file import open_run_file, write_run
 from slime.utils.machine.run_identity import Run
@@ -162,8 +163,29 @@ def test_commands_on_another_host_read_the_copy_and_report_its_age(folder, tmp_p
     run = RunFolder(folder, "run")
     assert run.record_facts()["rollouts"] == 2
     assert about in next(entry["text"] for entry in trouble_of(run) if entry["severity"] == "note")
-    with pytest.raises(RecordError, match=f"on a local disk of {place.socket.gethostname()}: ask there"):
-        ask(folder, "pause", None, "test")
+    assert [row.state for row in read_actions(folder, None)] == []
+
+
+def test_another_host_asks_and_gets_the_reply_before_there_is_a_new_copy(folder, tmp_path, capsys):
+    """Its requests and their replies are files in the shared folder; the next copy replaces them."""
+    local = tmp_path / "disk"
+    recording = start(folder, local)
+    content = (folder / "record.json").read_text()
+    (folder / "record.json").write_text(json.dumps({**json.loads(content), "folder": "elsewhere"}))
+    assert place.written_elsewhere(folder) is not None  # as another host sees it
+    number = ask(folder, "pause", None, "test")
+    [row] = recording.actions(ASKED)
+    assert row.id == number
+    recording.reply(row, DONE, 3, "paused")
+    recording.flush()
+    assert recording.actions(ASKED) == []
+    [seen] = ask_command._rows(folder)
+    assert (seen.id, seen.state, seen.reply) == (number, DONE, "paused")
+    (folder / "record.json").write_text(content)
+    assert recording.copy() and list((folder / "requests").iterdir()) == []
+    [seen] = ask_command._rows(folder)
+    assert (seen.id, seen.state, seen.reply) == (number, DONE, "paused")
+    recording.close()
 
 
 def test_the_dashboard_shows_each_new_copy(folder, tmp_path):

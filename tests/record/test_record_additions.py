@@ -4,6 +4,7 @@ import base64
 import contextlib
 import io
 import sqlite3
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -11,7 +12,7 @@ from PIL import Image
 from slime.liveness import waits
 from slime.observability.tracer import Span, spans_of_samples, spans_of_waits, write_spans
 from slime.record import RecordWriter, group_entries
-from slime.record.actions import ask, read_actions, write_reply
+from slime.record.actions import ask, forget_replied, read_actions, write_reply
 from slime.record.additions import (
     Advantage,
     PieceBook,
@@ -56,11 +57,15 @@ def rows(path, query):
 
 def test_an_action_is_asked_for_and_answered_in_its_row(tmp_path):
     write(tmp_path)
-    row = ask(tmp_path, "lr", 1e-4, "page")
-    write(tmp_path, (), lambda c: write_reply(c, row, "done", 7, "1e-06 -> 0.0001"))
+    ask(tmp_path, "lr", 1e-4, "page")
+    [row] = read_actions(tmp_path, None)
+    done = replace(row, state="done", rollout_id=7, reply="1e-06 -> 0.0001")
+    write(tmp_path, (), lambda c: write_reply(c, tmp_path, done))
+    assert read_actions(tmp_path, None) == [done], "other hosts see the reply before they see the record"
     with sqlite3.connect(tmp_path / "record.db") as connection:
-        [found] = read_actions(connection)
-    assert (found.name, found.value, found.state, found.rollout_id) == ("lr", 1e-4, "done", 7)
+        forget_replied(connection, tmp_path)
+        assert read_actions(tmp_path, connection) == [done]
+    assert read_actions(tmp_path, None) == []
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,7 @@ def test_what_nobody_could_answer_is_not_written(tmp_path, name, value):
     write(tmp_path)
     with pytest.raises(ValueError):
         ask(tmp_path, name, value, "page")
-    assert rows(tmp_path, "SELECT * FROM actions") == []
+    assert read_actions(tmp_path, None) == []
 
 
 def test_advantages_are_found_by_the_index_of_the_sample(tmp_path):

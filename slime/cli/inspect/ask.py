@@ -26,7 +26,7 @@ _USAGES = {
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """Write the request into the record of the run, wait until the run replies, and print the reply."""
+    """Write the request into the folder of the run, wait until the run replies, and print the reply."""
     options = _parser().parse_args(argv)
     folder: Path = options.run
     words = [word for word in options.action if word != "set"]  # `set lr 1e-6` reads well, too
@@ -68,8 +68,8 @@ def wait_for_reply(folder: Path, number: int) -> int:
     run = RunFolder(folder, "run")
     while True:
         is_over = run.state != RUNNING  # read before the row: a run replies, then ends
-        row = next(row for row in _rows(folder) if row.id == number)
-        if row.state != ASKED:
+        row = next((row for row in _rows(folder) if row.id == number), None)  # None: it becomes visible soon
+        if row is not None and row.state != ASKED:
             print(printable(f"{row.state}: {row.reply}"))
             return 0 if row.state == DONE else _NOT_DONE
         if is_over:
@@ -79,8 +79,10 @@ def wait_for_reply(folder: Path, number: int) -> int:
 
 
 def _rows(folder: Path) -> list[ActionRow]:
+    if not record_file(folder).exists():  # on another host than the driver's, before the first copy
+        return read_actions(folder, None)
     with contextlib.closing(open_for_reading(record_file(folder))) as connection:
-        return read_actions(connection)
+        return read_actions(folder, connection)
 
 
 def _listed(folder: Path) -> list[str]:
