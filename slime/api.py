@@ -22,6 +22,7 @@ from slime.arguments import Args
 from slime.arguments.core.draft import ASYNCHRONOUS, PRESET, SYNCHRONOUS, Draft
 from slime.arguments.groups.run import base_folder
 from slime.arguments.parser import Preset, parse_args
+from slime.catalog.loss_types import curves_of
 from slime.catalog.rewards import BOXED, REWARDS
 from slime.cli import train as synchronous
 from slime.cli import train_async as asynchronous
@@ -32,7 +33,7 @@ from slime.observability.tracking import read_metrics
 from slime.record import RecordedSample, Select, open_record
 from slime.utils.errors import FolderInUse
 from slime.utils.files.folder_lock import lock_file
-from slime.utils.files.run_file import CLAIM, LAST_MODEL, claim_run_folder, is_used, resumption_of
+from slime.utils.files.run_file import CLAIM, LAST_MODEL, claim_run_folder, is_used, read_run, resumption_of
 from slime.utils.misc import load_function, plugin_module_name
 
 Rows = str | Path | Iterable[Any]
@@ -46,8 +47,11 @@ class Result:
     model_path: Path | None
     metrics: list[dict[str, Any]] = field(repr=False)  # every line of metrics.jsonl
 
-    def curve(self, name: str = "rollout/raw_reward") -> dict[int, float]:
-        """Return one metric by step."""
+    def curve(self, name: str | None = None) -> dict[int, float]:
+        """Return one metric by step; without a name the reward, or the loss of a run without rewards."""
+        if name is None:
+            run = read_run(self.run_dir)
+            name = curves_of(run.last.values if run is not None else {})[0].metric
         return {row["step"]: row[name] for row in self.metrics if name in row}
 
     def samples(self, **select: Any) -> list[RecordedSample]:

@@ -15,8 +15,8 @@ BUDGETS: dict[str, int] = {
     "arguments": 6226,
     "backends": 12130,
     "batch": 1011,
-    "catalog": 1604,
-    "cli": 6996,
+    "catalog": 1676,
+    "cli": 7018,
     "cluster": 6745,
     "dashboard": 1720,
     "data": 1010,
@@ -28,12 +28,12 @@ BUDGETS: dict[str, int] = {
     "rollout": 6660,
     "runtime": 1690,
     "simulation": 2020,
-    "step": 1815,
+    "step": 1820,
     "utils": 5630,
     "weight_sync": 2767,
     "wire and rest": 2099,
 }
-STATEMENTS = 53_760
+STATEMENTS = 53_790
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

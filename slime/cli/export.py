@@ -95,7 +95,7 @@ def _copy(model: Path, target: Path, *, adapter_only: bool) -> None:
 
 def _from_checkpoint(source: Path, target: Path, options: argparse.Namespace) -> None:
     record = _run_of(source)
-    settings = {} if record is None else {k: v["value"] for k, v in record.last.settings.items()}
+    settings = {} if record is None else record.last.values
     load = source
     if (
         record is not None

@@ -15,6 +15,7 @@ from rich.text import Text
 from slime.arguments import Args, explain_batch
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.arguments.groups.training import count
+from slime.catalog.loss_types import has_rewards, method_of
 from slime.observability.terminal.progress import Progress, duration, short
 from slime.preflight.step_costs import Model
 from slime.preflight.trainer_plan import read_model
@@ -60,9 +61,9 @@ def start_rows(args: Args, earlier: Progress, cost: Sequence[str]) -> Rows:
     else:
         data = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data or ()
         rows.append(("data", " ".join(data) or "from your data source"))
-        if is_distillation(args):
+        if args.use_opd:
             rows.append(("teacher", args.opd_teacher_load or args.rm_url or "from --custom-rm-path"))
-        elif args.loss_type not in SUPERVISED_LOSSES:
+        if has_rewards(vars(args)) and args.loss_type not in SUPERVISED_LOSSES:
             rows.append(("reward", args.custom_rm_path or args.rm_type or "from the rollout function"))
         rows += [("each step", explain_batch(args)), ("steps", _steps(args))]
     rows += [("expected", "\n".join(cost))] if cost else []
@@ -77,11 +78,11 @@ def start_rows(args: Args, earlier: Progress, cost: Sequence[str]) -> Rows:
 def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseException | None) -> Rows:
     """Return the rows of the end panel: curves, where the model is, and what to do next."""
     rows = [("steps", f"{progress.done} of {progress.total or '?'} in {duration(seconds)}")]
-    curves = {progress.value_name: progress.values, **progress.evals}
+    curves = {progress.main.title: progress.values, **progress.evals}
     for name, values in curves.items():
         if values:
             listed = list(values.values())
-            best = min(listed) if name in ("loss", "teacher KL") else max(listed)
+            best = min(listed) if progress.main.falls and name == progress.main.title else max(listed)
             first, last = listed[0], listed[-1]
             rows.append((name, f"{first:.4g} at the start, {last:.4g} at the end, best {best:.4g}"))
     checkpoints = step_folders(args.save) if args.save is not None else {}
@@ -90,7 +91,8 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
     record = read_run(Path(args.run_dir))
     rows += [("restarts", record.last.restarts_text)] if record is not None and record.last.restarts else []
     run = args.run_dir
-    follow = [as_typed("dashboard", run), as_typed("samples", run, "--worst", 5), as_typed("plot", run)]
+    worst = ("--worst", 5) if has_rewards(vars(args)) else ()
+    follow = [as_typed("dashboard", run), as_typed("samples", run, *worst), as_typed("plot", run)]
     if error is not None and checkpoints and args.load == args.save:
         follow.insert(0, "run the same command to resume from the last checkpoint")
     rows.append(("next", "\n".join([*follow, f"logs: {args.run_dir}/logs"])))
@@ -100,18 +102,13 @@ def closing_rows(args: Args, progress: Progress, seconds: float, error: BaseExce
 def verdict(args: Args, progress: Progress, seconds: float) -> str:
     """Return the last line of a run that has finished: what it reached, and where its model is."""
     values = list(progress.values.values())
-    change = f"{progress.value_name} {values[0]:.4g} -> {values[-1]:.4g}, " if values else ""
+    change = f"{progress.main.title} {values[0]:.4g} -> {values[-1]:.4g}, " if values else ""
     saved = (
         f"; the model is in {os.path.relpath(args.run_dir)}/{LAST_MODEL}"
         if Path(args.run_dir, LAST_MODEL).is_dir()
         else ""
     )
     return f"finished: {change}{count(progress.done, 'step')} in {duration(seconds)}{saved}"
-
-
-def is_distillation(args: Args) -> bool:
-    """Return whether a teacher is all that a run learns from, so that its reward means nothing."""
-    return args.use_opd and (args.custom_rm_path or "").startswith("slime.rollout.on_policy_distillation.")
 
 
 def count_parameters(args: Args) -> float | None:
@@ -128,9 +125,9 @@ def _trainer(args: Args) -> str:
     nodes, each = args.actor_num_nodes, args.actor_num_gpus_per_node
     ranks = f"{nodes * each} rank{'s' if nodes * each > 1 else ''}"
     machines = f" on {nodes} machines" if nodes > 1 else ""
-    method = args.loss_type if args.loss_type != "policy_loss" else args.advantage_estimator
     rate = f"lr {args.lr:g}" + (f", LoRA adapters of rank {args.lora_rank}" if args.lora_rank else "")
-    return f"{ranks} of {args.train_backend}{machines} ({_device()}), {args.dtype}, {method}, {rate}"
+    what = f"{args.dtype}, {method_of(vars(args))}, {rate}"
+    return f"{ranks} of {args.train_backend}{machines} ({_device()}), {what}"
 
 
 def _engines(args: Args) -> str:

@@ -20,15 +20,15 @@ from typing import Any, TextIO
 from rich.text import Text
 
 from slime.arguments import Args
-from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.catalog.loss_types import curves_of
 from slime.cli.inspect.samples import render_sample
 from slime.cli.notebook import NotebookTerminal, in_notebook
-from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, is_distillation, start_rows, verdict
+from slime.cli.panels import Rows, as_lines, as_panel, closing_rows, start_rows, verdict
 from slime.liveness import phases
 from slime.observability.logging_utils import FORMAT
 from slime.observability.terminal.capture import Capture, Lines
 from slime.observability.terminal.metrics_tail import MetricsReader, Repeated
-from slime.observability.terminal.progress import LOSS, REWARD, TEACHER_KL, Progress, live_lines, plain_line
+from slime.observability.terminal.progress import Progress, live_lines, plain_line
 from slime.observability.terminal.terminal import Terminal
 from slime.record import RecordedSample, RecordError, Select, open_record
 from slime.utils.files.run_file import METRICS_FILE, name_of_run
@@ -50,10 +50,7 @@ class RunScreen(contextlib.ExitStack):
     def __init__(self, args: Args, command: str = "train") -> None:
         super().__init__()
         self._args, self._run_dir, self._command = args, Path(args.run_dir), command
-        key, name = (LOSS, "loss") if args.loss_type in SUPERVISED_LOSSES else (REWARD, "reward")
-        if is_distillation(args):
-            key, name = TEACHER_KL, "teacher KL"
-        self.progress = Progress(args.num_rollout, value_key=key, value_name=name)
+        self.progress = Progress(args.num_rollout, main=curves_of(vars(args))[0])
         self._rows = MetricsReader(self._run_dir / METRICS_FILE)
         self._capture = Capture(self._on_text)
         self._lines = Lines(self._on_line)
@@ -132,7 +129,9 @@ class RunScreen(contextlib.ExitStack):
         step = self.progress.done - 1
         if step % _SHOW_EVERY == 0 and (sample := self._pick(step)) is not None:
             width = self.terminal.size[0]
-            self.terminal.print(render_sample(sample, width, whole=False, num_lines=(3, 5)))
+            settings = vars(self._args)
+            shown = render_sample(sample, width, settings=settings, whole=False, num_lines=(3, 5))
+            self.terminal.print(shown)
 
     def _pick(self, step: int) -> RecordedSample | None:
         """Return a sample of this step; every second time a filtered one, if there is any."""

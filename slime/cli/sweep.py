@@ -17,6 +17,7 @@ from slime.arguments.all_flags import all_specs
 from slime.arguments.core.draft import ASYNCHRONOUS, SYNCHRONOUS
 from slime.arguments.core.flag import name_of
 from slime.arguments.parser import parse_args
+from slime.catalog.loss_types import REWARD, curves_of
 from slime.catalog.metrics import is_eval_score
 from slime.cli.main import COMMANDS, USER_MISTAKE, user_errors
 from slime.cli.main import main as run_command
@@ -28,8 +29,6 @@ from slime.utils.machine.own_command import as_typed
 
 _RUNS = ("train", "train-async", *TASKS)
 _FIRST_SEED = 1
-# The metric of the table without --metric: the first one that a run has logged with a value other than 0.
-_METRICS = ("rollout/raw_reward", "train/loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ def _table(runs: Sequence[Combination], folders: Sequence[Path], metric: str | N
     for run, folder in zip(runs, folders, strict=True):
         by_label.setdefault(run.label, []).append(folder)
     last = {folder: _last_values(folder) for folder in folders}
-    name = metric or _choose_metric(last.values())
+    name = metric or _choose_metric(folders, last.values())
     rows = [("run", "finished", name)]
     for label, group in by_label.items():
         values = [last[folder][name] for folder in group if name in last[folder]]
@@ -183,11 +182,11 @@ def _last_values(folder: Path) -> dict[str, float]:
     return values
 
 
-def _choose_metric(found: Iterable[dict[str, float]]) -> str:
-    logged = [values for values in found if values]
-    names = sorted({name for values in logged for name in values if is_eval_score(name)})
-    names += [name for name in _METRICS if any(values.get(name) for values in logged)]
-    return names[0] if names else _METRICS[0]
+def _choose_metric(folders: Iterable[Path], found: Iterable[dict[str, float]]) -> str:
+    """Return the first score of an evaluation; of runs without one, their main curve."""
+    names = sorted({name for values in found for name in values if is_eval_score(name)})
+    runs = [run.last.values for folder in folders if (run := read_run(folder)) is not None]
+    return [*names, *(curves_of(run)[0].metric for run in runs), REWARD.metric][0]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slime.catalog.loss_types import LOSS, curves_of, method_of
 from slime.catalog.metrics import find_metric, is_eval_score
 from slime.dashboard.curves import Curves
 from slime.dashboard.logs import LogTrouble
@@ -27,17 +28,16 @@ from slime.utils.files.run_file import RUN_FILE, RunRecord, name_of_run, no_run,
 
 RUNNING, LOST = "running", "lost: the process ended without a word"
 _LOOK_S = 1.0  # how long the state of a run is cached
-REWARD = "rollout/raw_reward"
-HEADLINES = (
-    ("reward", REWARD),
-    ("loss", "train/loss"),
-    ("response length", "rollout/response_len/mean"),
-    ("truncated", "rollout/truncated_ratio"),
-    ("entropy", "train/entropy_loss"),
-    ("grad norm", "train/grad_norm"),
-    ("step time (s)", "perf/step_time"),
-    ("tokens/s per GPU", "perf/tokens_per_gpu_per_sec"),
-)
+# After the curves that show whether the run learns.
+HEADLINES = {
+    LOSS.metric: LOSS.title,
+    "rollout/response_len/mean": "response length",
+    "rollout/truncated_ratio": "truncated",
+    "train/entropy_loss": "entropy",
+    "train/grad_norm": "grad norm",
+    "perf/step_time": "step time (s)",
+    "perf/tokens_per_gpu_per_sec": "tokens/s per GPU",
+}
 
 
 class NotARun(ValueError):
@@ -105,8 +105,10 @@ class RunFolder:
     def summary(self) -> dict[str, Any]:
         """Return the entry for the list of runs, without reading all metrics of a long run."""
         run = self.run
-        total = _setting(run, "num_rollout")
-        done, last = self.curves.glance("perf/step_time", lambda name: name == REWARD or is_eval_score(name))
+        values, main, total = self.values, curves_of(self.values)[0], self.values.get("num_rollout")
+        done, last = self.curves.glance(
+            "perf/step_time", lambda name: name == main.metric or is_eval_score(name)
+        )
         return {
             "key": self.key,
             "name": self.key,
@@ -120,12 +122,12 @@ class RunFolder:
             "step": done + 1 if done is not None else 0,
             "total": total if isinstance(total, int) else None,
             "last_time": last.pop("time", None),
-            "reward": last.pop(REWARD, None),
+            "main": {"name": main.metric, "title": main.title, "last": last.pop(main.metric, None)},
             "evaluations": last,
-            "seed": _setting(run, "seed"),
+            "seed": values.get("seed"),
             "group": self.group,
-            "model": _setting(run, "hf_checkpoint"),
-            "method": _method(run),
+            "model": values.get("hf_checkpoint"),
+            "method": method_of(values),
             **read_labels(self.path),
         }
 
@@ -134,7 +136,8 @@ class RunFolder:
         found = self.summary()
         run = self.run
         headlines = []
-        for title, name in HEADLINES:
+        titles = {curve.metric: curve.title for curve in curves_of(self.values)}
+        for name, title in {**titles, **HEADLINES}.items():
             summary = self.curves.summary(name)
             if summary is not None:
                 headlines.append({"title": title, **summary, **explain(name)})
@@ -152,6 +155,11 @@ class RunFolder:
             "earlier": [{"start": s.start, "end": s.end, "exit": s.exit} for s in run.earlier] if run else [],
             "record": self.record_facts(),
         }
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return the settings without their sources; empty: they are not known."""
+        return self.run.last.values if self.run is not None else {}
 
     def settings(self) -> dict[str, Any]:
         run = self.run
@@ -236,13 +244,3 @@ def open_runs(paths: list[Path]) -> dict[str, RunFolder]:
             key, number = f"{name}-{number}", number + 1
         runs[key] = RunFolder(folder, key)
     return runs
-
-
-def _setting(run: RunRecord | None, name: str) -> Any:
-    return (run.last.settings.get(name) or {}).get("value") if run is not None else None
-
-
-def _method(run: RunRecord | None) -> str | None:
-    loss = _setting(run, "loss_type")
-    method = _setting(run, "advantage_estimator") if loss in (None, "policy_loss") else loss
-    return method if isinstance(method, str) else None

@@ -11,6 +11,7 @@ import numpy as np
 
 from slime.arguments import PluginArgs
 from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.loss_types import has_rewards
 from slime.observability.tracer import sample_spans
 from slime.utils.misc import group_by
 from slime.utils.types import Sample, flatten_samples, version_number
@@ -39,7 +40,7 @@ def rollout_metrics(
     flat = flatten_samples(samples)
     metrics = _with_prefix("rollout", sample_metrics(flat, args.log_reward_category))
     rewards = [s.get_reward_value(args) for s in flat if s.reward is not None]
-    if rewards and all(isinstance(reward, (int, float)) for reward in rewards):
+    if has_rewards(vars(args)) and rewards and all(isinstance(reward, (int, float)) for reward in rewards):
         metrics["rollout/raw_reward"] = statistics.fmean(rewards)
         if not ESTIMATORS[args.advantage_estimator].needs_values:  # a critic compares with its own values
             metrics.update(_with_prefix("rollout", zero_std_counts(flat, args.reward_key)))

@@ -70,8 +70,8 @@ def _answer(
     reason = write_tokens(args, answer, marked, masks)
     if reason is not None:
         return reason
-    answer.prompt = messages
-    answer.label = None
+    answer.prompt, answer.label = messages[:shared], None
+    answer.response = "\n".join(str(m["content"]) for m in messages[shared:])  # for readers of the record
     answer.rollout_id = sample.index
     answer.train_metadata = {"margin": float(sample.metadata.get("margin", 0.0))}
     return answer

@@ -28,10 +28,7 @@ def generate_rollout(
     def masked(group: Group) -> Group | str:
         sample = first_sample(group)
         reason = write_tokens(args, sample, _conversation(args, sample), masks)
-        if reason is not None:
-            return reason
-        sample.reward = 0
-        return group
+        return group if reason is None else reason
 
     return fill_batch(args, rollout_id, data_source, masked, what="conversations", metric="sft")
 

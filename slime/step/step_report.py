@@ -77,7 +77,7 @@ def optimizer_metrics(stats: StepStats, prefix: str) -> dict[str, float]:
 
 
 def rollout_metrics(
-    backend: TrainBackend, batch: RolloutBatch, *, of_correct: bool = False
+    backend: TrainBackend, batch: RolloutBatch, *, with_rewards: bool = True, of_correct: bool = False
 ) -> dict[str, float]:
     """Return means over all ranks: of token values over rollouts with trained tokens, of others over samples.
 
@@ -89,7 +89,7 @@ def rollout_metrics(
         if key in batch:
             sums[key] = float((_joined(batch[key]) * weights).sum())
     for name in PER_SAMPLE_METRICS:
-        if name in batch:
+        if name in batch and (with_rewards or name not in ("rewards", "raw_reward")):
             sums[name] = float(sum(value for value in batch[name] if is_score(value)))
     sums["total_lengths"] = float(sum(len(tokens) for tokens in batch["tokens"]))
     totals = backend.sum_over_ranks(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()

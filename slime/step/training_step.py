@@ -23,6 +23,7 @@ from slime.backends.shared.model_roles import (
 from slime.backends.shared.old_policy import OldPolicy
 from slime.backends.shared.trainer_base import TrainBackend
 from slime.batch.split import RankData, RankStep
+from slime.catalog.loss_types import has_rewards
 from slime.catalog.policy_losses import REDUCTIONS
 from slime.observability.tracer import Tracer
 from slime.step import teacher_kl
@@ -98,7 +99,12 @@ class TrainingStep:
                 compared = self._compare(dict(enumerate(self.batch["log_probs"])))
             self._add_advantages()
             self._postprocess()
-            metrics = rollout_metrics(self.backend, self.batch, of_correct=self.args.log_correct_samples)
+            metrics = rollout_metrics(
+                self.backend,
+                self.batch,
+                with_rewards=has_rewards(vars(self.args)),
+                of_correct=self.args.log_correct_samples,
+            )
             if self.args.reset_optimizer_states:
                 self.backend.reset_optimizer()
             with self._timed("actor_train"), self._profiler.part(ACTOR):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from slime.catalog.loss_types import REWARD, Curve
 from slime.cli.quickstart.display import Screen
 from slime.cli.quickstart.outcome import read_outcome, summarise, write_summary
 from slime.cli.quickstart.tasks import SORT_DIGITS, Problem, write_data
@@ -119,7 +120,7 @@ def test_the_report_of_a_control_says_whether_accuracy_rose_without_the_reward(r
 
 def test_without_a_terminal_progress_is_plain_lines(tmp_path):
     screen, output = plain_screen()
-    phase = Progress(2, "RL", "rollout/raw_reward", "reward", done_key="rollout/raw_reward")
+    phase = Progress(2, "RL", REWARD, done_key=REWARD.metric)
     with screen.following(phase, tmp_path / "metrics.jsonl"):
         write_lines(tmp_path / "metrics.jsonl", RECORDS)
     lines = output.getvalue().splitlines()
@@ -131,7 +132,7 @@ def test_without_a_terminal_progress_is_plain_lines(tmp_path):
 def test_on_a_terminal_the_line_shows_the_latest_reward(tmp_path):
     output = io.StringIO()
     screen = Screen(Console(file=output, force_terminal=True, width=100))
-    phase = Progress(2, "RL", "rollout/raw_reward", "reward", done_key="rollout/raw_reward")
+    phase = Progress(2, "RL", REWARD, done_key=REWARD.metric)
     with screen.following(phase, tmp_path / "metrics.jsonl"):
         write_lines(tmp_path / "metrics.jsonl", RECORDS)
     assert "reward 0.750" in output.getvalue() and "held-out 100.0%" in output.getvalue()
@@ -141,7 +142,7 @@ def test_a_quiet_one_shows_no_progress(tmp_path):
     output = io.StringIO()
     screen = Screen(Console(file=output, force_terminal=True, width=100), quiet=True)
     with screen.following(
-        Progress(2, "RL", "rollout/raw_reward", "reward", done_key="rollout/raw_reward"),
+        Progress(2, "RL", REWARD, done_key=REWARD.metric),
         tmp_path / "metrics.jsonl",
     ):
         write_lines(tmp_path / "metrics.jsonl", RECORDS)
@@ -150,7 +151,7 @@ def test_a_quiet_one_shows_no_progress(tmp_path):
 
 def test_a_failing_run_is_not_swallowed_and_leaves_no_thread(tmp_path):
     screen, _ = plain_screen()
-    phase = Progress(2, "RL", "x", "x", done_key="x")
+    phase = Progress(2, "RL", Curve("x", "x"), done_key="x")
     with (
         pytest.raises(RuntimeError, match="engine died"),
         screen.following(phase, tmp_path / "metrics.jsonl"),

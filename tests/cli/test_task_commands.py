@@ -228,3 +228,14 @@ def test_a_task_trains_and_leaves_a_model(command, words, capsys):
     shown = capsys.readouterr().out
     assert f"finished: {'teacher KL' if command == 'distill' else 'loss'} " in shown
     assert ("  teacher    teacher" in shown) == (command == "distill")
+    main_curve = "rollout/opd_reverse_kl" if command == "distill" else "train/loss"
+    assert not any("rollout/raw_reward" in row for row in rows)  # a run without rewards shows none
+    for reader in ("status", "plot", "samples"):
+        assert main([reader, str(out)]) == 0
+        text = capsys.readouterr().out
+        assert "reward" not in text.replace("reward-model", "")
+        assert reader != "plot" or text.startswith(f"{main_curve}\n")
+        assert reader != "samples" or ("· rejected ·" in text) == (command in ("dpo", "reward-model"))
+    assert f"trained with slime ({'distillation' if command == 'distill' else ''}" in (
+        out / "model" / "README.md"
+    ).read_text(encoding="utf-8")

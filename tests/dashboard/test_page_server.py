@@ -332,7 +332,7 @@ def test_the_list_of_runs_has_their_scores_and_knows_which_differ_by_the_seed_on
             runs = answer(f"{url}/api/runs")["runs"]
             assert [run["seed"] for run in runs] == [1, 2, 0]
             assert runs[0]["group"] == runs[1]["group"] != runs[2]["group"]
-            assert [run["reward"] for run in runs] == [0.2, 0.2, 0.2]
+            assert [run["main"]["last"] for run in runs] == [0.2, 0.2, 0.2]
             assert [run["evaluations"] for run in runs] == [{}, {}, {"eval/math": 0.75, "eval/other": None}]
             for run in runs:
                 answer(f"{url}/api/runs/{run['key']}")

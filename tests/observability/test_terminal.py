@@ -10,6 +10,7 @@ import pytest
 from rich.text import Text
 from terminal import Window
 
+from slime.catalog.loss_types import LOSS
 from slime.observability.terminal.capture import Capture, Lines, log_to
 from slime.observability.terminal.metrics_tail import MetricsReader
 from slime.observability.terminal.progress import Progress, live_lines, plain_line, sparkline
@@ -57,7 +58,7 @@ def test_progress_knows_where_the_time_goes_and_how_long_it_takes():
 
 
 def test_the_end_is_near_where_a_timed_rollout_is_many_counted_steps():
-    progress = Progress(total=400, title="SFT", value_key="train/loss", done_key="train/loss")
+    progress = Progress(total=400, title="SFT", main=LOSS, done_key="train/loss")
     for rollout in range(3):
         for step in range(20 * rollout, 20 * rollout + 20):
             progress.add({"step_key": "train/step", "step": step, "train/loss": 1.0})

@@ -45,6 +45,7 @@ def test_a_row_becomes_two_answers_of_one_rollout(tmp_path):
         ]
         assert tokenizer.decode(trained) == text
     assert (good.reward, bad.reward) == (1.0, 0.0)
+    assert (good.response, bad.response) == ("4", "five")
     assert good.rollout_id == bad.rollout_id != other.rollout_id
     assert good.train_metadata == {"margin": 0.5} and other.train_metadata == {"margin": 0.0}
     assert_conserved(source)

@@ -38,7 +38,7 @@ def test_a_batch_holds_tokens_and_masks_of_the_responses(tmp_path):
         tokenizer.decode(short.tokens)
         == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
     )
-    assert short.response_length == 3 and short.reward == 0
+    assert short.response_length == 3 and short.reward is None
     assert_conserved(source)
 
 

@@ -7,9 +7,9 @@ from slime.arguments.core.flag import both, either, flag, having, lacks, needs, 
 from slime.arguments.groups.objectives import NOT_PAIRS, PAIR_LOSSES, POLICY_LOSS, SUPERVISED_LOSSES
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.estimators import ESTIMATORS, WITH_CRITIC
+from slime.catalog.loss_types import LOSS_TYPES
 from slime.catalog.policy_losses import POLICY_LOSS_ARGS, POLICY_LOSSES, REDUCTIONS
 
-LOSS_TYPES = ("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss")
 # Largest mean difference per token of engine's and trainer's log-probs; above it a run stops.
 LOGPROB_DIFF_THRESHOLDS = {"float32": 0.02, "bfloat16": 0.2, "fp8": 0.2}
 # Rollout functions whose groups have --n-samples-per-prompt responses; others may form any groups.
@@ -51,7 +51,7 @@ COMPUTES_ADVANTAGES = stays_on("compute_advantages_and_returns")
 class AlgorithmFlags:
     """Algorithm."""
 
-    loss_type: str = flag("policy_loss", "what is minimised", choices=LOSS_TYPES)
+    loss_type: str = flag("policy_loss", "what is minimised", choices=tuple(LOSS_TYPES))
     custom_loss_function_path: str | None = flag(
         None, "loss of --loss-type custom_loss", only_with=CUSTOM_LOSS
     )

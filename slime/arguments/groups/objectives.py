@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import both, either, flag, having, lacks, needs
 from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.loss_types import LOSS_TYPES
 
-# Losses over pairs of a preferred and a rejected answer.
-PAIR_LOSSES = ("dpo_loss", "rm_loss")
-# Loss types without advantages: their data is given, not scored.
-SUPERVISED_LOSSES = ("sft_loss", *PAIR_LOSSES)
+PAIR_LOSSES = tuple(name for name, row in LOSS_TYPES.items() if row.has_pairs)
+SUPERVISED_LOSSES = tuple(name for name, row in LOSS_TYPES.items() if row.is_supervised)
 # Names of --opd-type in recipes written for other versions.
 OPD_TYPE_ALIASES = {"sglang": "engine", "megatron": "trainer"}
 

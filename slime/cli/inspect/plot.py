@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from slime.catalog.loss_types import curves_of
 from slime.catalog.metrics import is_eval_score
 from slime.cli.inspect import MISTAKE, command, need_run
 from slime.observability.tracking import read_metrics
 from slime.utils.files.run_file import read_run
 
+# Plotted after the curves that show whether the runs learn.
 DEFAULT = (
-    "rollout/raw_reward",
     "eval/*",  # scores only; other metrics of evaluations need --metric
     "train/loss",
-    "rollout/opd_reverse_kl",
     "rollout/response_len/mean",
     "train/grad_norm",
     "train/entropy_loss",
@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     groups = _groups(options.run, by_seed=not options.each)
     known = sorted({key for group in groups.values() for curves in group for key in curves})
     shown = [key for key in known if options.metric or not key.startswith("eval/") or is_eval_score(key)]
-    found = {pattern: fnmatch.filter(shown, pattern) for pattern in options.metric or DEFAULT}
+    patterns = options.metric or (*_main_curves(options.run), *DEFAULT)
+    found = {pattern: fnmatch.filter(shown, pattern) for pattern in patterns}
     names = list(dict.fromkeys(name for matches in found.values() for name in matches))
     unknown = [pattern for pattern, matches in found.items() if options.metric and not matches]
     if options.list or not names or unknown:
@@ -57,6 +58,12 @@ def main(argv: Sequence[str]) -> int:
     for name in names:
         print("\n".join(_draw_text(name, _of_metric(groups, name))))
     return 0
+
+
+def _main_curves(folders: Sequence[str]) -> list[str]:
+    """Return the metrics that show whether these runs learn, the main ones first."""
+    runs = [run.last.values if (run := read_run(Path(name))) is not None else {} for name in folders]
+    return [curve.metric for run in runs for curve in curves_of(run)]
 
 
 def _groups(folders: Sequence[str], *, by_seed: bool) -> dict[str, Group]:

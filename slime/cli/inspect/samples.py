@@ -4,14 +4,17 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
+from slime.catalog.loss_types import describe_reward
 from slime.cli.inspect import command, need_run, report_copy, run_parser
 from slime.record import Record, RecordedSample, RecordError, Select, open_record
+from slime.utils.files.run_file import read_run
 from slime.utils.printable import cut_lines, printable
 
 _DIFF_PROMPTS = 5
@@ -32,35 +35,48 @@ def main(argv: Sequence[str]) -> int:
         for sample in samples:
             print(json.dumps(dataclasses.asdict(sample), ensure_ascii=False))
         return 0 if samples else 1
+    run = read_run(options.run)
+    settings = run.last.values if run is not None else {}
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     for sample in samples:
-        console.print(render_sample(sample, console.width, whole=options.full or not console.is_terminal))
+        whole = options.full or not console.is_terminal
+        console.print(render_sample(sample, console.width, settings=settings, whole=whole))
     if where:
         print(where, file=sys.stderr)
     return 0 if samples else 1
 
 
 def render_sample(
-    sample: RecordedSample, width: int, *, whole: bool, num_lines: tuple[int, int] = (6, 14)
+    sample: RecordedSample,
+    width: int,
+    *,
+    settings: Mapping[str, Any],
+    whole: bool,
+    num_lines: tuple[int, int] = (6, 14),
 ) -> RenderableType:
-    """Render a response with prompt, label, reward and outcome; texts have `num_lines` unless `whole`."""
+    """Render a response with prompt, label, reward and outcome; texts have `num_lines` unless `whole`.
+
+    `settings`: those of the run, which say what a reward means.
+    """
 
     def shown(text: str, lines: int) -> str:
         return printable(text) if whole else cut_lines(printable(text), lines, max(width - 2, 20))
 
+    judged = describe_reward(settings, sample.reward)
+    colour = "green" if (sample.reward or 0) > 0 else "red"
     label = [] if sample.label is None else [Text.assemble(("label ", "dim"), shown(sample.label, 3))]
     return Group(
-        Rule(Text(_title(sample), style="bold"), align="left", style="dim"),
+        Rule(Text(_title(sample, judged), style="bold"), align="left", style="dim"),
         Text(shown(sample.prompt, num_lines[0]), style="dim"),
-        Text(shown(sample.response, num_lines[1]), style="green" if (sample.reward or 0) > 0 else "red"),
+        Text(shown(sample.response, num_lines[1]), style=colour if judged else ""),
         *label,
     )
 
 
-def _title(sample: RecordedSample) -> str:
+def _title(sample: RecordedSample, judged: str) -> str:
     what = f"evaluation {sample.rollout_id}" if sample.kind == "eval" else f"step {sample.rollout_id}"
     parts = [what + (f" {sample.dataset}" if sample.dataset else ""), f"sample {sample.sample_index}"]
-    parts.append("no reward" if sample.reward is None else f"reward {sample.reward:g}")
+    parts += [judged] if judged else []
     parts.append(f"{sample.num_tokens} tokens, {sample.status}")
     if sample.outcome not in ("trained", "evaluated"):
         parts.append(f"{sample.outcome}: {sample.reason}" if sample.reason else sample.outcome)

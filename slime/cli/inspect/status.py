@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
+from slime.catalog.loss_types import LOSS, curves_of
 from slime.cli.inspect import command, need_run, run_parser
 from slime.liveness import phases
 from slime.liveness.vital_signs import signs_of
@@ -32,17 +33,16 @@ _SHOWN_WAITS = 12
 _SHOWN_PROBLEMS, _PROBLEM_CHARACTERS, _LOG_LINES = 3, 300, 10_000
 _PROBLEM = re.compile(r" - (?:WARNING|ERROR): (?!advice: |before the start: )(.*)")
 _SHOWN = (
-    ("reward", "rollout/raw_reward", "{:.4g}"),
-    ("response length", "rollout/response_len/mean", "{:.0f} tokens"),
-    ("truncated", "rollout/truncated_ratio", "{:.0%}"),
-    ("loss", "train/loss", "{:.4g}"),
-    ("grad norm", "train/grad_norm", "{:.4g}"),
-    ("entropy", "train/entropy_loss", "{:.4g}"),
-    ("step time", "perf/step_time", "{:.1f} s"),
-    ("generation", "perf/rollout_time", "{:.1f} s"),
-    ("training", "perf/train_time", "{:.1f} s"),
-    ("staleness", "rollout/staleness/mean", "{:.2g}"),
-    ("wasted tokens", "rollout/waste/share", "{:.0%}"),
+    ("rollout/response_len/mean", "response length", "{:.0f} tokens"),
+    ("rollout/truncated_ratio", "truncated", "{:.0%}"),
+    (LOSS.metric, LOSS.title, "{:.4g}"),
+    ("train/grad_norm", "grad norm", "{:.4g}"),
+    ("train/entropy_loss", "entropy", "{:.4g}"),
+    ("perf/step_time", "step time", "{:.1f} s"),
+    ("perf/rollout_time", "generation", "{:.1f} s"),
+    ("perf/train_time", "training", "{:.1f} s"),
+    ("rollout/staleness/mean", "staleness", "{:.2g}"),
+    ("rollout/waste/share", "wasted tokens", "{:.0%}"),
 )
 
 
@@ -152,18 +152,21 @@ def _lines(
     so_far = "so far" if state in _LIVE else "in all"
     lines = [f"{record.name} ({record.id}{again}): {state}"]
     lines.append(f"  started {record.last.start}, {took} {so_far}")
-    total = (record.last.settings.get("num_rollout") or {}).get("value")
-    progress = Progress(total if isinstance(total, int) else None, done_key="rollout/num_samples")
+    total, curves = record.last.values.get("num_rollout"), curves_of(record.last.values)
+    progress = Progress(
+        total if isinstance(total, int) else None, main=curves[0], done_key="rollout/num_samples"
+    )
     for row in rows:
         progress.add(row)
     values = progress.latest
     lines.append(f"  {_how_far(progress, state)}")
     if last is not None and state in _LIVE:
         lines.append(f"  last logged {datetime.timedelta(seconds=round(time.time() - last))} ago")
-    shown = [f"{title} {form.format(values[key])}" for title, key, form in _SHOWN if key in values]
+    forms = {curve.metric: (curve.title, "{:.4g}") for curve in curves} | {key: row for key, *row in _SHOWN}
+    shown = [f"{title} {form.format(values[key])}" for key, (title, form) in forms.items() if key in values]
     lines += [f"  {', '.join(shown[i : i + 3])}" for i in range(0, len(shown), 3)]
     if len(progress.values) > 1:
-        lines.append(f"  {progress.value_name} {sparkline(list(progress.values.values()), 40)}")
+        lines.append(f"  {progress.main.title} {sparkline(list(progress.values.values()), 40)}")
     if split := progress.split():
         tokens = progress.tokens_per_second()
         speed = "" if tokens is None else f"; {short(tokens)} tok/s"

@@ -15,12 +15,11 @@ from typing import Any
 from slime.arguments import Args
 from slime.arguments.core.draft import ASYNCHRONOUS
 from slime.arguments.parser import parse_args
+from slime.catalog.loss_types import LOSS, REWARD
 from slime.cli.main import user_errors
 from slime.cli.quickstart import smollm2, tiny
 from slime.cli.quickstart.display import Screen
 from slime.cli.quickstart.outcome import (
-    LOSS,
-    REWARD,
     QuickstartOutcome,
     read_outcome,
     summarise,
@@ -235,13 +234,13 @@ def run(options: argparse.Namespace, screen: Screen, made: Path | str) -> dict[s
         # The asynchronous loop suits SFT: the next batch does not depend on the weights, so it is prepared
         # while this one is trained.
         args = parse_args(sft_argv(options, files, checkpoint), training_loop=ASYNCHRONOUS)
-        phase = Progress(recipe.warm_up.num_steps, "SFT", LOSS, "loss", done_key=LOSS)
+        phase = Progress(recipe.warm_up.num_steps, "SFT", LOSS, done_key=LOSS.metric)
         with screen.following(phase, folder / "sft" / "metrics.jsonl"):
             run_overlapped(args)
         checkpoint = folder / "sft" / f"hf-{recipe.warm_up.num_chunks - 1}"
     args = parse_args(rl_argv(options, files, checkpoint))
     assert args.num_rollout is not None, "every recipe sets the number of steps"
-    phase = Progress(args.num_rollout, "RL", REWARD, "reward", done_key=REWARD)
+    phase = Progress(args.num_rollout, "RL", REWARD, done_key=REWARD.metric)
     with screen.following(phase, folder / "rl" / "metrics.jsonl"):
         run_loop(args)
     outcome = read_outcome(folder / "rl", recipe.task.draw_held_out())

@@ -99,7 +99,7 @@ class _View:
             self._terminal.print(Text(f"  held-out accuracy: greedy {greedy:.1%}, sampled {sampled:.1%}"))
         done, total = self._progress.done, self._progress.total or 0
         if ended and (done % max(1, total // NUM_PLAIN_LINES) == 0 or done == total):
-            value = f"{self._progress.value_name} {row[self._progress.value_key]:.3f}"
+            value = f"{self._progress.main.title} {row[self._progress.main.metric]:.3f}"
             self._terminal.print(Text(f"  step {done}/{total}  {value}"))
 
 

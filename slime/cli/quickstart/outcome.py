@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.catalog.loss_types import REWARD
 from slime.cli.quickstart.tasks import GREEDY, SAMPLED, DataFiles, Problem
 from slime.cli.quickstart.two_runs import Recipe
 from slime.observability.terminal.metrics_tail import MetricsReader
 from slime.record import RecordError, Select, open_record
 
-LOSS, REWARD = "train/loss", "rollout/raw_reward"
 NUM_SAMPLES, WEIGHT_VERSION = "rollout/num_samples", "rollout/weight_version"
 ACCURACY = {"greedy": f"eval/{GREEDY}", "sampled": f"eval/{SAMPLED}"}
 NUM_EXAMPLES = 6
@@ -52,7 +52,7 @@ def read_outcome(run_dir: Path, questions: list[Problem]) -> QuickstartOutcome:
         # An evaluation is logged under the rollout it follows; only the first one comes before its rollout.
         eval_steps=[0, *(int(record["step"]) + 1 for record in evaluations[1:])],
         accuracy={name: [record[key] for record in evaluations] for name, key in ACCURACY.items()},
-        rewards=list(values_by_step(records, REWARD).values()),
+        rewards=list(values_by_step(records, REWARD.metric).values()),
         num_samples=int(sum(values_by_step(records, NUM_SAMPLES).values())),
         weight_pushes=int(max(values_by_step(records, WEIGHT_VERSION).values(), default=0)),
         examples=read_examples(run_dir, questions),

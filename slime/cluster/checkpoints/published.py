@@ -13,6 +13,7 @@ import yaml
 from slime.arguments import Args
 from slime.arguments.core.draft import DEFAULT
 from slime.catalog.datasets import HUB, hub_parts
+from slime.catalog.loss_types import curves_of, method_of
 from slime.catalog.metrics import is_eval_score
 from slime.observability.tracking import read_metrics
 from slime.utils.async_utils import in_background
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 CARD = "README.md"
 _ROWS = 20  # of the curve
-_CURVES = ("rollout/raw_reward", "rollout/response_len/mean")
 _PUSH_DEADLINE_S = 3600.0
 
 
@@ -109,7 +109,7 @@ def model_card(args: Args, run_dir: Path, rollout_id: int) -> str:
     record = read_run(run_dir)
     sources = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data or []
     base, name = str(args.hf_checkpoint), args.push_to_hub or name_of_run(run_dir)
-    facts: dict[str, Any] = {"library_name": "transformers", "tags": ["slime", args.advantage_estimator]}
+    facts: dict[str, Any] = {"library_name": "transformers", "tags": ["slime", method_of(vars(args))]}
     if not Path(base).exists():
         facts["base_model"] = base
     named = [hub_parts(source.partition("@[")[0])[0] for source in sources if source.startswith(HUB)]
@@ -119,7 +119,8 @@ def model_card(args: Args, run_dir: Path, rollout_id: int) -> str:
     values = args.to_dict(hide_secrets=True)
     given = {key: values[key] for key in sorted(values) if args.sources.get(key, DEFAULT) != DEFAULT}
     versions = record.last.versions if record is not None else {}
-    head, *curve = _curve(run_dir, rollout_id)
+    curves = [*(curve.metric for curve in curves_of(values)), "rollout/response_len/mean"]
+    head, *curve = _curve(run_dir, rollout_id, curves)
     return "\n".join(
         [
             "---",
@@ -127,7 +128,7 @@ def model_card(args: Args, run_dir: Path, rollout_id: int) -> str:
             "---",
             f"# {name}",
             "",
-            f"{_short(base)}, trained with slime ({args.advantage_estimator}, {rollout_id + 1} rollouts).",
+            f"{_short(base)}, trained with slime ({method_of(values)}, {rollout_id + 1} rollouts).",
             "",
             *_section("Curve", head, curve),
             *_section(
@@ -147,14 +148,14 @@ def _section(title: str, head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> 
     return [f"## {title}", "", *lines, ""]
 
 
-def _curve(run_dir: Path, last: int) -> list[tuple[Any, ...]]:
+def _curve(run_dir: Path, last: int, curves: list[str]) -> list[tuple[Any, ...]]:
     """Return the head of the curve's table, then at most `_ROWS` steps, evenly spread, and the last one."""
     by_step: dict[int, dict[str, Any]] = {}
     for row in read_metrics(run_dir):
         if row["step"] <= last:
             by_step.setdefault(row["step"], {}).update(row)
     logged = {name for row in by_step.values() for name in row}
-    names = [name for name in (*_CURVES, *sorted(filter(is_eval_score, logged))) if name in logged]
+    names = [name for name in (*curves, *sorted(filter(is_eval_score, logged))) if name in logged]
     steps = [step for step in sorted(by_step) if any(name in by_step[step] for name in names)]
     every = max(1, -(-len(steps) // _ROWS))
     rows: list[tuple[Any, ...]] = [("step", *names)]

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.text import Text
 
+from slime.catalog.loss_types import REWARD, Curve
 from slime.catalog.metrics import is_eval_score
 
-REWARD, LOSS, STEP_TIME = "rollout/raw_reward", "train/loss", "perf/step_time"
-TEACHER_KL = "rollout/opd_reverse_kl"
+STEP_TIME = "perf/step_time"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 10  # steps over which speeds and shares are averaged
 _SPARK = 24  # steps of the curve
@@ -28,13 +28,12 @@ _SPLIT = (
 class Progress:
     """Progress of a run, updated with each row of `metrics.jsonl`, those of earlier starts included.
 
-    `value_key`: the metric to show. `done_key`: a metric that is logged once per step, at its end.
+    `main`: the curve to show. `done_key`: a metric that is logged once per step, at its end.
     """
 
     total: int | None = None
     title: str = "train"
-    value_key: str = REWARD
-    value_name: str = "reward"
+    main: Curve = REWARD
     done_key: str = STEP_TIME
     done: int = 0
     values: dict[int, float] = field(default_factory=dict)
@@ -55,8 +54,8 @@ class Progress:
             self._steps, self._first = {}, None
         self.latest |= numbers
         self._first = step if self._first is None else self._first
-        if self.value_key in numbers:
-            self.values[step] = numbers[self.value_key]
+        if self.main.metric in numbers:
+            self.values[step] = numbers[self.main.metric]
         for key in filter(is_eval_score, numbers):
             self.evals.setdefault(key, {})[step] = numbers[key]
         if str(row.get("step_key", "rollout/step")) == "rollout/step":
@@ -151,7 +150,7 @@ def _count(progress: Progress) -> str:
 def _value(progress: Progress) -> str:
     if not progress.values:
         return ""
-    return f"{progress.value_name} {list(progress.values.values())[-1]:.3f}"
+    return f"{progress.main.title} {list(progress.values.values())[-1]:.3f}"
 
 
 def _speeds(progress: Progress) -> list[str]:

@@ -61,6 +61,11 @@ class Start:
     inputs: dict[str, str] | None = None  # digests of the files that define the run; None: not known
 
     @property
+    def values(self) -> dict[str, Any]:
+        """Return the settings without their sources."""
+        return {name: entry["value"] for name, entry in self.settings.items()}
+
+    @property
     def restarts_text(self) -> str:
         """Return a sentence on the restarts; empty if there was none."""
         if not self.restarts:
@@ -86,14 +91,14 @@ class RunRecord:
     @property
     def seed(self) -> str:
         """Return the seeds of the run as text, to compare."""
-        return str([self.last.settings.get(name, {}).get("value") for name in _SEEDS])
+        return str([self.last.values.get(name) for name in _SEEDS])
 
     def settings_without_seed(self) -> str | None:
         """Return the settings as text, without folder and seed: equal in runs that differ by the seed only.
 
         Digests of the reward and other files are part of it. None: the settings are not known.
         """
-        values = {n: entry["value"] for n, entry in self.last.settings.items() if n not in _OF_ONE_RUN}
+        values = {n: value for n, value in self.last.values.items() if n not in _OF_ONE_RUN}
         if not values:
             return None
         text = json.dumps([values, self.last.inputs], sort_keys=True)
@@ -232,8 +237,7 @@ def changed_settings(record: RunRecord) -> dict[str, tuple[Any, Any]]:
     """Return the settings that a resumed run changed, by name: the earlier value and the current one."""
     if not record.earlier:
         return {}
-    now = {name: entry["value"] for name, entry in record.last.settings.items()}
-    return _differences(record.earlier[-1], now)
+    return _differences(record.earlier[-1], record.last.values)
 
 
 def _differences(start: Start, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

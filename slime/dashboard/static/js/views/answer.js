@@ -179,7 +179,7 @@ export function showAnswer(pane, answer, { key, open, keys }) {
   const name = `${answer.kind === "eval" ? `Evaluation ${answer.dataset ?? ""} ` : "Step "}${answer.step}, sample ${answer.sample ?? answer.id}`;
   fill(pane,
     h("h2", { class: "head" }, name, " ", h("button", { class: "small", type: "button", onclick: () => copy(asJson(answer, messages), `${key}-sample-${answer.id}`) }, "Copy JSON")),
-    h("p", {}, "reward ", h("b", {}, num(answer.reward)), ` · ${answer.length} tokens`, policy.length > 1 && ` · ${policy.length} turns`, ` · ${answer.status} · ${answer.outcome}`, answer.reason && ` (${answer.reason})`, answer.advantage && ` · advantage ${num(answer.advantage.value)}`, answer.label !== null && h("span", {}, " · label ", h("code", {}, answer.label))),
+    h("p", {}, answer.reward !== null && ["reward ", h("b", {}, num(answer.reward)), " · "], `${answer.length} tokens`, policy.length > 1 && ` · ${policy.length} turns`, ` · ${answer.status} · ${answer.outcome}`, answer.reason && ` (${answer.reason})`, answer.advantage && ` · advantage ${num(answer.advantage.value)}`, answer.label !== null && h("span", {}, " · label ", h("code", {}, answer.label))),
     answer.failure && h("p", { class: "trouble" }, `no reward: ${answer.failure}`),
     parts.length > 0 && h("p", { class: "dim" }, parts.map(([part, value]) => `${part} ${typeof value === "number" ? num(value) : JSON.stringify(value)}`).join(" · ")),
     branches(answer, open),

@@ -7,14 +7,15 @@ import { num } from "../format.js";
 import { seedGroups } from "../seeds.js";
 
 export const title = "Curves";
-const FIRST = ["rollout/raw_reward", "rollout/response_len/mean", "rollout/truncated_ratio", "train/loss", "train/grad_norm", "train/entropy_loss", "train/kl_loss", "train/train_rollout_logprob_abs_diff", "perf/step_time"];
+const FIRST = ["train/accuracy", "train/margin", "rollout/response_len/mean", "rollout/truncated_ratio", "train/loss", "train/grad_norm", "train/entropy_loss", "train/kl_loss", "train/train_rollout_logprob_abs_diff", "perf/step_time"];
 
 export async function render(main, context) {
   const lists = await Promise.all(context.keys.map((key) => api.get(api.run(key, "/metrics"))));
   const known = new Map(lists.flat().map((row) => [row.name, row]));
   if (!known.size) { fill(main, empty("No metric is logged yet. The first metrics appear after the first weight sync.")); return {}; }
   let names = context.params.name ? context.params.name.split(",").filter((name) => known.has(name)) : [];
-  if (!names.length) names = [...FIRST.filter((name) => known.has(name)), ...[...known.keys()].filter((name) => /^eval\/[^/]+$/.test(name) && !name.includes("-"))].slice(0, 9);
+  const mains = context.runs.filter((run) => context.keys.includes(run.key)).map((run) => run.main.name);
+  if (!names.length) names = [...new Set([...mains, ...FIRST].filter((name) => known.has(name))), ...[...known.keys()].filter((name) => /^eval\/[^/]+$/.test(name) && !name.includes("-"))].slice(0, 9);
   let smooth = Number(context.params.smooth ?? 0), byTime = context.params.x === "time", log = context.params.y === "log", each = context.params.each === "1";
   const groups = () => seedGroups(context.keys, context.runs, each), hasSeeds = seedGroups(context.keys, context.runs).some((group) => group.keys.length > 1);
   const grid = h("div", { class: "grid" }), charts = new Map();

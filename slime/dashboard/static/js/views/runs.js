@@ -27,9 +27,10 @@ function summary(values) {
 export async function render(main, context) {
   let runs = context.runs, by = context.params.sort || "", down = context.params.down === "1", grouped = context.params.each !== "1" && seedGroups(runs.map((run) => run.key), runs).some((group) => group.keys.length > 1);
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.evaluations)))].sort().slice(0, MOST_EVALUATIONS);
+  const mains = [...new Map(runs.map((run) => [run.main.name, run.main.title]))]; // what runs of each method are about
   const columns = [ // name, value of a run, text of a value, is a number
     ["Run", (run) => run.name], ["State", (run) => stateName(run.state)], ["Tags", (run) => run.tags.join(", ")],
-    ["Reward", (run) => run.reward, num], ...names.map((name) => [name.replace("eval/", "").replaceAll("_", " "), (run) => run.evaluations[name] ?? null, num]),
+    ...mains.map(([name, title]) => [title[0].toUpperCase() + title.slice(1), (run) => (run.main.name === name ? run.main.last : null), num]), ...names.map((name) => [name.replace("eval/", "").replaceAll("_", " "), (run) => run.evaluations[name] ?? null, num]),
     ["Step", (run) => run.step, num], ["Time", seconds, duration], ["Seed", (run) => run.seed, num], ["Method", (run) => run.method], ["Model", (run) => (run.model || "").split("/").slice(-2).join("/")], ["Last logged", (run) => run.last_time, ago], ["Note", (run) => run.note],
   ];
   const isNumber = (column) => Boolean(column[2]) && column[0] !== "Last logged";
@@ -81,12 +82,14 @@ export async function render(main, context) {
     fill(body, ordered(groups, valueOf).map((group) => [group.length > 1 && groupRow(group), ordered(group, (run, value) => value(run)).map(row)]));
   }
 
+  const isMain = (name) => mains.some(([main]) => main === name);
+  const logged = (run, name) => (name.startsWith("eval/") ? name in run.evaluations : run.main.last !== null && (run.main.name === name || !isMain(name)));
   let drawn = [];
   async function plot() {
     drawn.forEach((chart) => chart.close());
-    drawn = ["rollout/raw_reward", ...names, "rollout/response_len/mean"].filter((name) => runs.some((run) => context.keys.includes(run.key) && (name.startsWith("eval/") ? name in run.evaluations : run.reward !== null))).slice(0, 4)
+    drawn = [...mains.map(([name]) => name), ...names, "rollout/response_len/mean"].filter((name) => runs.some((run) => context.keys.includes(run.key) && logged(run, name))).slice(0, 4)
       .map((metric) => new Chart({ metric, runs: context.keys, groups: seedGroups(context.keys, runs, !grouped), smooth: 0 }));
-    fill(charts, drawn.length ? drawn.map((chart) => chart.element) : empty("The selected runs have logged no reward yet."));
+    fill(charts, drawn.length ? drawn.map((chart) => chart.element) : empty("The selected runs have logged nothing yet."));
     await Promise.all(drawn.map((chart) => chart.load()));
   }
 
