@@ -6,6 +6,7 @@ of `slime.api` use it, too.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import sys
@@ -194,13 +195,13 @@ def _named_dataset(word: str) -> list[str]:
 
 
 def _first_rows(task: Task, draft: Draft) -> list[Row]:
-    """Return the first rows of the data; none if they cannot be read, which a later check reports."""
+    """Return the first rows of the data, up to one that cannot be read, which a later check reports."""
     data = getattr(draft, task.data.name)
     sources = data[1::2] if data and task.data.name == "eval_prompt_data" else data
-    try:
-        return [row for _, row in itertools.islice(read_rows(sources or ()), _BATCH)]
-    except (ValueError, OSError):
-        return []
+    rows: list[Row] = []
+    with contextlib.suppress(ValueError, OSError):
+        rows.extend(row for _, row in itertools.islice(read_rows(sources or ()), _BATCH))
+    return rows
 
 
 def _fitting(draft: Draft, data: str, rows: Sequence[Row], *known: tuple[str, ...]) -> tuple[str, ...]:

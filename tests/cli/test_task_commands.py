@@ -36,6 +36,9 @@ def world(tmp_path_factory):
     make_tiny_model(folder / "teacher", seed=1)
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "broken.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n' * 2 + '{"prompt": "a", "com\n'
+    )
     return folder
 
 
@@ -116,6 +119,7 @@ def test_text_is_trained_as_text_where_the_model_has_no_chat_template(capsys, wo
         ("sft --hf-checkpoint gone/model --data talks.jsonl", "--hf-checkpoint is gone/model: there is no"),
         ("sft --model model --data gone.jsonl", "--data is gone.jsonl: there is no such file"),
         ("sft --model model --data odd.jsonl", "has the columns 'doc', 'reply', and none of these are there"),
+        ("sft --model model --data broken.jsonl", "broken.jsonl, line 3: "),
         ("dpo --model model --data talks.jsonl", "chosen and rejected. Rename a column"),
         ("sft --model model --data talks.jsonl --outt x", "unknown flag --outt"),
         ("sft --model model --data talks.jsonl --out=", "--out is empty: name a folder"),
