@@ -16,7 +16,7 @@ BUDGETS: dict[str, int] = {
     "backends": 12130,
     "batch": 1011,
     "catalog": 1676,
-    "cli": 7018,
+    "cli": 7016,
     "cluster": 6745,
     "dashboard": 1720,
     "data": 1010,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2767,
     "wire and rest": 2099,
 }
-STATEMENTS = 53_790
+STATEMENTS = 53_825
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80
