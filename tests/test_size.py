@@ -13,7 +13,7 @@ BUDGETS: dict[str, int] = {
     "agent": 8290,
     "algorithms": 1970,
     "arguments": 6226,
-    "backends": 12130,
+    "backends": 12186,
     "batch": 1011,
     "catalog": 1676,
     "cli": 7016,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2767,
     "wire and rest": 2099,
 }
-STATEMENTS = 53_825
+STATEMENTS = 53_900
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -28,7 +28,7 @@ class Backend:
 
 _REBUILT = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "mimo", "kimi_k2"),
-    "qwen3_next",
+    *("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
 )
 BACKENDS: dict[str, Backend] = {
     "fsdp": Backend(

@@ -1,8 +1,11 @@
 """A saved model takes its place in one rename, and touches nothing beside it."""
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slime.backends.shared.hf_folder import _copy_other_files, _replace
+from slime.backends.shared.hub_folder import ExpertsApart
 
 
 @pytest.fixture
@@ -39,3 +42,17 @@ def test_a_model_that_brings_its_own_code_keeps_it(tmp_path, new):
         "configuration_mimo.py",
         "tokenizer_config.json",
     }
+
+
+def test_experts_in_one_tensor_are_read_one_by_one(tmp_path):
+    fused, down = torch.randn(3, 8, 5), torch.randn(3, 5, 4)
+    place, other = "model.layers.0.mlp.experts", torch.randn(2)
+    stored = {f"{place}.gate_up_proj": fused, f"{place}.down_proj": down, "model.norm.weight": other}
+    save_file(stored, tmp_path / "model.safetensors")
+    folder = ExpertsApart(tmp_path)
+    parts = {"gate_proj": fused[:, :4], "up_proj": fused[:, 4:], "down_proj": down}
+    expected = {f"{place}.{e}.{part}.weight": parts[part][e] for part in parts for e in range(3)}
+    expected["model.norm.weight"] = other
+    assert folder.names == expected.keys()
+    assert all(torch.equal(folder.read(name), tensor) for name, tensor in expected.items())
+    assert all(folder.shape(name) == tensor.shape for name, tensor in expected.items())

@@ -185,6 +185,8 @@ FAMILIES = {
     "glm4": dict(num_key_value_heads=2),
     "glm4_moe": {},
     "deepseek_v3": dict(num_key_value_heads=32),
+    "qwen3_next": {},
+    "qwen3_5": {},
 }
 
 

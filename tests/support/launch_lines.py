@@ -44,12 +44,10 @@ MODELS = {
     "--no-position-embedding --attention-softmax-in-fp32",
     "mimo": GROUPED + "--add-qkv-bias --mtp-num-layers 1",
     "qwen3_next": GROUPED + LINEAR,
-    "qwen3_5": GROUPED
-    + LINEAR
-    + "--attention-output-gate --linear-attention-freq 4 --linear-key-head-dim 128",
+    "qwen3_5": GROUPED + LINEAR + "--attention-output-gate --linear-attention-freq 4 --linear-key-head-dim 8",
     "minimax_m2": GROUPED + "--spec slime_plugins.models.minimax_m2 get_minimax_m2_spec",
 }
-NOT_BUILT = ("qwen3_5", "minimax_m2")  # by Megatron: FSDP trains them
+NOT_BUILT = ("minimax_m2",)  # by Megatron: FSDP trains them
 
 START = "--hf-checkpoint {root}/{model} --ref-load {root}/{model}_torch_dist "
 RESUMES = START + "--load {root}/{model}_slime/ --save {root}/{model}_slime/ --save-interval 20 "

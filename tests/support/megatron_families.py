@@ -1,6 +1,7 @@
 """Shared by tests of the Megatron model families: a tiny random hub checkpoint of each."""
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -103,6 +104,8 @@ FAMILIES = {
         ),
     ),
     "qwen3_next": ("qwen3_next", DELTA_NETS | GATED_EXPERTS | dict(mlp_only_layers=[1])),
+    "qwen3_5": ("qwen3_5_text", DELTA_NETS),
+    "qwen3_5_moe": ("qwen3_5_moe_text", DELTA_NETS | GATED_EXPERTS),
 }
 # MTP heads: prefix of their tensors, and the parts beside a decoder layer (norm of
 # the embedding, norm of the hidden state, the matrix that joins them, last norm).
@@ -111,9 +114,11 @@ MTP = {
     "glm4_moe": ("model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
     "deepseek_v3": ("model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
     "qwen3_next": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
+    "qwen3_5": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
+    "qwen3_5_moe": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
 }
 LAYERS = COMMON["num_hidden_layers"]
-AROUND_ZERO = ("qwen3_next",)  # norms multiply by one more than their weight
+AROUND_ZERO = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # norms multiply by one more than their weight
 
 
 def make_checkpoint(folder: Path, name: str, **changes) -> tuple[str, str]:
@@ -163,6 +168,8 @@ def _split_mtp_heads(folder: Path, name: str) -> tuple[str, str]:
         # Copies of what the model has: they belong to the checkpoint and to no module.
         heads[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         heads[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    if name.startswith("qwen3_5"):
+        config, tensors = _beside_a_tower(config | {"mtp_num_hidden_layers": 1}, tensors)
     for path, found, kind in (
         (folder / f"{name}-reference", tensors, config["model_type"]),
         (folder / name, tensors | heads, "mimo" if name == "mimo" else config["model_type"]),
@@ -171,6 +178,14 @@ def _split_mtp_heads(folder: Path, name: str) -> tuple[str, str]:
         (path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
         save_file(found, path / "model.safetensors", metadata={"format": "pt"})
     return str(folder / name), str(folder / f"{name}-reference")
+
+
+def _beside_a_tower(config: dict, tensors: dict) -> tuple[dict, dict]:
+    """The checkpoint of a text model as the hub has it: nested beside a vision tower that is not trained."""
+    nested = {re.sub(r"^model\.", "model.language_model.", key): tensor for key, tensor in tensors.items()}
+    nested["model.visual.patch_embed.proj.weight"] = torch.randn(3, 5)
+    kind = config["model_type"].removesuffix("_text")
+    return {"model_type": kind, "text_config": config, "tie_word_embeddings": False}, nested
 
 
 def mtp_log_probs(folder: Path, name: str) -> list[torch.Tensor]:

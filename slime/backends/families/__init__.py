@@ -3,7 +3,13 @@
 from typing import Any
 
 from slime.backends.families.base import DeltaDims, Dims, Family
-from slime.backends.families.delta_nets import QWEN3_NEXT
+from slime.backends.families.delta_nets import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+    QWEN3_NEXT,
+)
 from slime.backends.families.dense import GLM4, LLAMA, MIMO, QWEN2, QWEN3
 from slime.backends.families.mixtures import DEEPSEEK_V3, GLM4_MOE, KIMI_K2, QWEN3_MOE
 from slime.catalog.backends import BACKENDS
@@ -12,7 +18,7 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3, MIMO, KIMI_K2),
-        QWEN3_NEXT,
+        *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5, QWEN3_5_MOE_TEXT, QWEN3_5_MOE),
     )
 }
 assert tuple(FAMILIES) == BACKENDS["megatron"].families, "the trainer's row names other families"

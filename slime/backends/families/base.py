@@ -20,7 +20,7 @@ all ranks' parts again. What a rank holds is decided by the rule's kind:
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime.backends.shared.scalar_head import HEAD
+from slime.utils.models.hub_names import NESTED, TEXT
 
 _INTERLEAVED = ("qkv", "gated_qkv", "delta_fused", "delta_apart", "delta_conv")
 _PLAIN = ("replicated", "exact", "column", "swapped", "row", "vocab", "gate_up", "fused_gate_up")
@@ -95,12 +96,14 @@ class Family:
     branch_norms: bool = False  # outputs of attention and MLP are normalised before the residual sum
     # Entries of `layer_types` in the config that the modules here compute.
     layer_kinds: tuple[str, ...] = ("full_attention",)
+    nested: bool = False  # the hub's checkpoints have this model beside a vision tower, which is not built
 
     @property
     def all_rules(self) -> tuple[Rule, ...]:
         """Return all rules, including those of the MTP heads, each of which has a decoder layer."""
+        rules = [_nested(rule) for rule in self.rules] if self.nested else self.rules
         if self.mtp_prefix is None:
-            return self.rules
+            return tuple(rules)
         inside = [
             Rule(
                 rule.mcore.replace(LAYER, MTP_LAYER + "transformer_layer."),
@@ -110,7 +113,7 @@ class Family:
             for rule in self.rules
             if rule.mcore.startswith(LAYER)
         ]
-        return (*self.rules, *self.mtp_rules, *inside)
+        return (*rules, *self.mtp_rules, *inside)
 
     def mtp_pattern(self, dims: Dims) -> re.Pattern[str] | None:
         """Return a pattern for hub names of MTP tensors; None: the model has none."""
@@ -122,6 +125,11 @@ class Family:
             choice = "|".join(str(start + head) for head in range(dims.mtp_heads))
             escaped = escaped.replace(re.escape("{" + name + "}"), f"(?:{choice})")
         return re.compile(escaped + r"\..+")
+
+
+def _nested(rule: Rule) -> Rule:
+    hub = (NESTED + name.removeprefix(TEXT) if name.startswith(TEXT) else name for name in rule.hub)
+    return replace(rule, hub=tuple(hub))
 
 
 LAYER = "decoder.layers.{layer}."
@@ -142,7 +150,8 @@ def dense_settings(hf: Any) -> dict[str, Any]:
         "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": hf.num_key_value_heads,
         "kv_channels": head_dim,
-        "ffn_hidden_size": hf.intermediate_size,
+        # Some mixtures have no dense layer.
+        "ffn_hidden_size": getattr(hf, "intermediate_size", None) or hf.moe_intermediate_size,
         "layernorm_epsilon": hf.rms_norm_eps,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,

@@ -1,5 +1,6 @@
-"""Families that alternate gated delta nets with gated attention: Qwen3-Next."""
+"""Families that alternate gated delta nets with gated attention: Qwen3-Next, Qwen3.5, Qwen3.6."""
 
+from dataclasses import replace
 from typing import Any
 
 from slime.backends.families.base import (
@@ -12,6 +13,7 @@ from slime.backends.families.base import (
     in_layer,
     mtp_rules,
 )
+from slime.backends.families.dense import qwen3_settings
 from slime.backends.families.mixtures import ROUTED, qwen3_moe_settings
 
 LINEAR = "linear_attention"
@@ -31,15 +33,16 @@ def delta_settings(hf: Any) -> dict[str, Any]:
     }
 
 
-def shared_expert_settings(hf: Any) -> dict[str, Any]:
-    return {
+def sparse_settings(hf: Any) -> dict[str, Any]:
+    shared = {
         "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
         "moe_shared_expert_gate": True,
     }
+    return qwen3_moe_settings(hf) | shared | delta_settings(hf)
 
 
-def qwen3_next_settings(hf: Any) -> dict[str, Any]:
-    return qwen3_moe_settings(hf) | shared_expert_settings(hf) | delta_settings(hf)
+def dense_delta_settings(hf: Any) -> dict[str, Any]:
+    return qwen3_settings(hf) | delta_settings(hf)
 
 
 def _delta_net(projections: tuple[str, ...], kind: str) -> tuple[Rule, ...]:
@@ -72,13 +75,35 @@ GATED_SHARED = (
 )
 _COMMON = (*OUTSIDE, *NORMS, *GATED_ATTENTION, *DENSE_MLP)
 _MTP_RULES = mtp_rules("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "column")
+_MTP: dict[str, Any] = {
+    "mtp_prefix": "mtp",
+    "mtp_rules": _MTP_RULES,
+    "mtp_layer": "mtp.layers.{head}",
+    "mtp_heads": 1,
+}
+_KINDS = ("full_attention", LINEAR)
 QWEN3_NEXT = Family(
     "qwen3_next",
-    qwen3_next_settings,
+    sparse_settings,
     (*_COMMON, *_delta_net(("qkvz", "ba"), "delta_fused"), *ROUTED, *GATED_SHARED),
-    mtp_prefix="mtp",
-    mtp_rules=_MTP_RULES,
-    mtp_layer="mtp.layers.{head}",
-    mtp_heads=1,
-    layer_kinds=("full_attention", LINEAR),
+    layer_kinds=_KINDS,
+    **_MTP,
 )
+# Qwen3.5 and 3.6: on the hub beside a vision tower, or the text model alone.
+QWEN3_5_TEXT = Family(
+    "qwen3_5_text",
+    dense_delta_settings,
+    (*_COMMON, *_delta_net(("qkv", "z", "b", "a"), "delta_apart")),
+    layer_kinds=_KINDS,
+    **_MTP,
+)
+QWEN3_5 = replace(QWEN3_5_TEXT, model_type="qwen3_5", nested=True)
+# Its experts are in the hub's files one by one, or as one tensor of all.
+QWEN3_5_MOE_TEXT = Family(
+    "qwen3_5_moe_text",
+    sparse_settings,
+    (*QWEN3_5_TEXT.rules, *ROUTED, *GATED_SHARED),
+    layer_kinds=_KINDS,
+    **_MTP,
+)
+QWEN3_5_MOE = replace(QWEN3_5_MOE_TEXT, model_type="qwen3_5_moe", nested=True)

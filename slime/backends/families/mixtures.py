@@ -90,17 +90,16 @@ MLA = (
 
 
 def qwen3_moe_settings(hf: Any) -> dict[str, Any]:
-    sparse = [
-        int(layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0)
-        for layer in range(hf.num_hidden_layers)
-    ]
+    # A Qwen3.5 has none of these fields: all its layers are sparse, and it always normalises.
+    dense, step = getattr(hf, "mlp_only_layers", ()), getattr(hf, "decoder_sparse_step", 1)
+    sparse = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(hf.num_hidden_layers)]
     return qwen3_settings(hf) | {
         "num_moe_experts": hf.num_experts,
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_layer_freq": sparse,
         "moe_router_topk": hf.num_experts_per_tok,
         # Softmax over the chosen experts is softmax over all, chosen and normalised.
-        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
         "moe_router_score_function": "softmax",
         "moe_router_dtype": "fp32",
     }

@@ -59,7 +59,12 @@ def read_hf_config(path: str) -> Any:
 
     register_configs()
     config = AutoConfig.from_pretrained(path)
-    known = family_of(config).layer_kinds
+    family = family_of(config)
+    if family.nested:
+        # The model is built from the text model's config, under the type that its checkpoint has.
+        whole, config = config, config.get_text_config()
+        config.model_type, config.tie_word_embeddings = family.model_type, whole.tie_word_embeddings
+    known = family.layer_kinds
     kinds = sorted(set(config.get_text_config().to_dict().get("layer_types") or ()) - set(known))
     if kinds:
         raise ValueError(
@@ -78,7 +83,8 @@ def rotary_embedding(hf_config: Any) -> nn.Module:
     # Our own config class is a subclass of the one whose model it describes.
     known = next(kind for kind in type(hf_config).__mro__ if kind in models)
     module = importlib.import_module(models[known].__module__)
-    classes = [name for name in vars(module) if name.endswith("RotaryEmbedding")]
+    names = (name for name in vars(module) if name.endswith("RotaryEmbedding"))
+    classes = [name for name in names if not name.endswith("VisionRotaryEmbedding")]
     assert len(classes) == 1, f"{module.__name__} has {len(classes)} rotary embeddings, expected one"
     return getattr(module, classes[0])(config=hf_config)
 
@@ -97,6 +103,11 @@ def check_mtp(args: Args, hf_config: Any) -> None:
         raise ValueError(
             f"--enable-mtp-training is set, but --hf-checkpoint {args.hf_checkpoint} "
             f"({hf_config.model_type}) has no MTP heads, which predict further tokens: remove the flag."
+        )
+    if num_mtp_heads(hf_config) > 1 and family_of(hf_config).mtp_layer is not None:
+        raise ValueError(
+            f"--enable-mtp-training: {args.hf_checkpoint} has {num_mtp_heads(hf_config)} MTP layers "
+            f"behind one projection; of a {hf_config.model_type} only one can be trained. Remove the flag."
         )
     if args.context_parallel_size > 1 or hf_config.tie_word_embeddings:
         raise ValueError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from slime.backends.base import Bucket
 from slime.backends.families.base import SCALAR_HEAD, Dims, Family, Rule, to_hub, to_local
 from slime.backends.megatron.modules.model import PackedGPTModel
-from slime.backends.shared.hub_folder import CheckpointFolder, listed
+from slime.backends.shared.hub_folder import CheckpointFolder, ExpertsApart, listed
 from slime.backends.shared.scalar_head import draw_head
 from slime.backends.torch_dist.reading import TorchDistFolder
 from slime.utils.files.torch_dist_folder import is_torch_dist
@@ -197,7 +197,8 @@ class HubWeights(SharedOut):
             # With MTP heads, the last pipeline stage also holds the embedding.
             copy = name == "output_layer.weight" and self._tied
             copy = copy or (name == "embedding.word_embeddings.weight" and not chunk.pre_process)
-            hub = ("model.embed_tokens.weight",) if copy else tuple(n.format(**numbers) for n in rule.hub)
+            names = self._rule_of("embedding.word_embeddings.weight")[0].hub if copy else rule.hub
+            hub = tuple(name.format(**numbers) for name in names)
             yield ParameterEntry(parameter, rule, hub, not copy)
 
     def _matches(self, name: str) -> list[tuple[Rule, re.Match[str]]]:
@@ -221,7 +222,7 @@ class HubWeights(SharedOut):
     @torch.no_grad()
     def load(self, path: str | Path, hf_config: Any) -> None:
         """Read an HF folder (or hub id), or a torch_dist folder of such a model, into the parameters."""
-        folder = TorchDistFolder(path, hf_config) if is_torch_dist(path) else CheckpointFolder(path)
+        folder = TorchDistFolder(path, hf_config) if is_torch_dist(path) else ExpertsApart(path)
         self._check_names(folder.names, folder.path)
         wrong = [text for entry in self.entries for text in self._load_entry(entry, folder)]
         if wrong:
@@ -249,6 +250,8 @@ class HubWeights(SharedOut):
         extra = {name for name in present - wanted if not name.endswith("rotary_emb.inv_freq")}
         mtp = self._family.mtp_pattern(self._dims)
         extra = {name for name in extra if mtp is None or not mtp.fullmatch(name)}
+        if self._family.nested:
+            extra = {name for name in extra if not name.startswith("model.visual.")}
         if self._tied or self._scalar_seed is not None:
             extra.discard("lm_head.weight")
         if self._scalar_seed is not None:

@@ -200,7 +200,10 @@ def unbuilt_heads(source: str, config: Any, written: Iterable[str], dtype: torch
     folder = folder_of(source)
     files, block = all_files(folder), block_size_of(folder)
     names = {name for file in files for name in tensor_names(file) if is_mtp_head(name, num_layers)}
-    tensors = dict(read_tensors(files, names - written))
+    # Experts of a head that trained were written one by one, also where the source has one tensor of all.
+    apart = {place for place, found, _ in (name.partition(".experts.") for name in written) if found}
+    missing = {name for name in names - written if name.partition(".experts.")[0] not in apart}
+    tensors = dict(read_tensors(files, missing))
     found: Bucket = []
     for name, tensor in tensors.items():
         if block is not None and name.endswith(SCALE_SUFFIX):

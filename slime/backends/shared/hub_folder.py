@@ -12,6 +12,7 @@ from slime.utils.models.fp8_blocks import SCALE_SUFFIX, dequantize_part
 from slime.utils.models.model_config import block_size_of
 
 _SHOWN = 4
+_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class CheckpointFolder:
@@ -78,6 +79,46 @@ class CheckpointFolder:
         if file not in self._open:
             self._open[file] = safe_open(self.path / file, framework="pt")
         return self._open[file].get_slice(name)
+
+
+class ExpertsApart(CheckpointFolder):
+    """A folder that shows each expert under names of its own, also where one tensor holds all of a layer.
+
+    Example: `mlp.experts.gate_up_proj` [8, 48, 32] is read as `mlp.experts.0.gate_proj.weight` [24, 32], ...
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        # Name -> the stored tensor, and the expert and the rows of it; the others are read as they are.
+        self._apart: dict[str, tuple[str, int, slice]] = {}
+        for name in sorted(super().names):
+            place, found, part = name.rpartition(".experts.")
+            if not found or part not in _STACKED:
+                continue
+            count, rows, _ = super().shape(name)
+            size = rows // len(_STACKED[part])
+            for expert in range(count):
+                for i, own in enumerate(_STACKED[part]):
+                    key = f"{place}.experts.{expert}.{own}.weight"
+                    self._apart[key] = name, expert, slice(i * size, (i + 1) * size)
+
+    @property
+    def names(self) -> set[str]:
+        stacked = {name for name, _, _ in self._apart.values()}
+        return (super().names - stacked) | self._apart.keys()
+
+    def shape(self, name: str) -> torch.Size:
+        if name not in self._apart:
+            return super().shape(name)
+        stored, _, rows = self._apart[name]
+        return torch.Size((rows.stop - rows.start, super().shape(stored)[2]))
+
+    def read(self, name: str, region: tuple[slice, ...] | None = None) -> Tensor:
+        if name not in self._apart:
+            return super().read(name, region)
+        stored, expert, rows = self._apart[name]
+        box = (slice(expert, expert + 1), rows, slice(0, self.shape(name)[1]))
+        return super().read(stored, box)[0][region or ()]
 
 
 def listed(names: Sequence[str]) -> str:

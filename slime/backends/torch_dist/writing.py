@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from slime.backends.families import dims_of, family_of
 from slime.backends.families.base import LAYER, Dims, Rule, to_local
-from slime.backends.shared.hub_folder import CheckpointFolder
+from slime.backends.shared.hub_folder import CheckpointFolder, ExpertsApart
 from slime.backends.torch_dist.keys import BRANCH_NORMS, FUSED_ATTENTION, FUSED_MLP, LATENT_NORMS
 from slime.utils.files.torch_dist_folder import CONFIG, RELEASE, TRACKER
 
@@ -39,7 +39,7 @@ def write(source: Path, target: Path, hf_config: Any) -> None:
     staging = target.with_name(target.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     (staging / RELEASE).mkdir(parents=True)
-    folder = CheckpointFolder(source)
+    folder = ExpertsApart(source)
     planner = _Planner(_plan(folder, hf_config), folder, dims_of(hf_config))
     save({}, storage_writer=FileSystemWriter(staging / RELEASE), planner=planner, no_dist=True)
     # Files that Megatron requires in a folder before it loads tensors.
@@ -95,7 +95,8 @@ def _place(
     """Return the key of a parameter, its place in the tensor, and the lengths of the leading dimensions."""
     name = _fused(rule.mcore, numbers["layer"], settings)
     places: list[tuple[int, int]] = []
-    if "moe_layer_freq" not in settings and name.startswith(LAYER):  # all layers are alike: Megatron's rule
+    alike = not {"moe_layer_freq", "linear_attention_freq"} & settings.keys()  # Megatron's rule
+    if alike and name.startswith(LAYER):
         name = name.replace("{layer}.", "")
         places.append((numbers["layer"], settings["num_layers"]))
     if rule.is_expert:

@@ -7,7 +7,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_helpers import make_family, megatron_args
 
-from slime.backends.families.base import KINDS, Dims, to_hub, to_local
+from slime.backends.families.base import KINDS, DeltaDims, Dims, to_hub, to_local
 from slime.backends.megatron.config import (
     check_layout,
     read_hf_config,
@@ -137,10 +137,16 @@ def test_recomputed_part_that_is_not_there_is_refused(dense, module):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_parts_of_all_ranks_join_to_what_was_cut(kind, size):
-    dims = Dims(groups=4, head_dim=2, vocab=7)
-    shapes = {"qkv": [(16, 3), (8, 3), (8, 3)], "gate_up": [(8, 3), (8, 3)], "vocab": [(7, 3)]}.get(
-        kind, [(8, 8)]
-    )
+    dims = Dims(groups=4, head_dim=2, vocab=7, delta=DeltaDims(heads=4, key=2, values=2, value=3))
+    shapes = {
+        "qkv": [(16, 3), (8, 3), (8, 3)],
+        "gated_qkv": [(32, 3), (8, 3), (8, 3)],
+        "gate_up": [(8, 3), (8, 3)],
+        "vocab": [(7, 3)],
+        "delta_fused": [(64, 3), (16, 3)],
+        "delta_apart": [(40, 3), (24, 3), (8, 3), (8, 3)],
+        "delta_conv": [(40, 1, 4)],
+    }.get(kind, [(8, 8)])
     tensors = [torch.randn(shape) for shape in shapes]
     parts = [to_local(kind, tensors, dims, size, rank) for rank in range(size)]
     assert all(torch.equal(a, b) for a, b in zip(to_hub(kind, parts, dims), tensors, strict=True))

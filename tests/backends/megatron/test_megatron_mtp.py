@@ -132,3 +132,7 @@ def test_mtp_heads_that_cannot_be_trained_are_refused(folder, models):
         check_mtp(megatron_args(plain, **ON), read_hf_config(plain))
     with pytest.raises(ValueError, match="--context-parallel-size 1"):
         check_mtp(megatron_args(models["mimo"], **ON, cp=2), read_hf_config(models["mimo"]))
+    config = read_hf_config(models["qwen3_5"])
+    config.mtp_num_hidden_layers = 2
+    with pytest.raises(ValueError, match="2 MTP layers behind one projection"):
+        check_mtp(megatron_args(models["qwen3_5"], **ON), config)

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from slime.backends.megatron.modules.gated_delta_net import PackedGatedDeltaNet
 from slime.backends.megatron.modules.grouped_experts import GroupedExperts
-from slime.backends.megatron.modules.layers import NormedAdd, PackedCoreAttention, RMSNorm
+from slime.backends.megatron.modules.layers import GatedSelfAttention, NormedAdd, PackedCoreAttention, RMSNorm
 from slime.backends.megatron.modules.mla import MLANorm, PackedMLA
 from slime.backends.megatron.modules.routing import PackedRouter, RoutedLayer
 
@@ -40,6 +40,8 @@ def layer_spec(
         outer.submodules.q_layernorm = outer.submodules.kv_layernorm = MLANorm
     elif config.qk_layernorm:
         outer.submodules.q_layernorm = outer.submodules.k_layernorm = RMSNorm
+    if config.attention_output_gate:
+        outer.module = GatedSelfAttention
     if delta_net:
         layer.self_attention = ModuleSpec(module=PackedGatedDeltaNet)
     if moe:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -76,6 +77,13 @@ class PackedCoreAttention(MegatronModule):
         if stream.tree is None:
             return packed_attention(query, key, value, stream.documents, scale=self.scale)
         return stream.tree.attend(query, *gather_keys(key, value, self.cp_group), self.scale)
+
+
+class GatedSelfAttention(SelfAttention):
+    """Megatron's attention with an output gate, which Megatron would compile anew for every length."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
 class RMSNorm(torch.nn.RMSNorm):
