@@ -14,10 +14,10 @@ BUDGETS: dict[str, int] = {
     "algorithms": 1970,
     "arguments": 6226,
     "backends": 12186,
-    "batch": 1011,
+    "batch": 1022,
     "catalog": 1676,
     "cli": 7016,
-    "cluster": 6745,
+    "cluster": 6781,
     "dashboard": 1720,
     "data": 1010,
     "engines": 6882,
@@ -29,11 +29,11 @@ BUDGETS: dict[str, int] = {
     "runtime": 1690,
     "simulation": 2020,
     "step": 1820,
-    "utils": 5630,
+    "utils": 5829,
     "weight_sync": 2767,
     "wire and rest": 2099,
 }
-STATEMENTS = 53_900
+STATEMENTS = 54_094
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

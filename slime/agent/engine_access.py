@@ -16,6 +16,7 @@ from slime.agent.shown_pictures import PromptImages
 from slime.agent.trajectory import PER_TOKEN_META
 from slime.arguments import PluginArgs
 from slime.rollout.generation.generate_request import wrong_images
+from slime.rollout.generation.policy_requests import is_trained
 from slime.rollout.generation.turn_gate import current_gate
 from slime.utils import http_utils, top_p
 from slime.utils.errors import EngineResponseError
@@ -210,6 +211,6 @@ def policy_of(args: PluginArgs) -> EnginePolicy:
     extra: tuple[tuple[str, Any], ...] = ()
     if args.lora_sync == "adapter":
         extra += (("lora_path", ADAPTER_NAME),)
-    if args.use_rollout_routing_replay:
+    if args.use_rollout_routing_replay and is_trained():
         extra += (("return_routed_experts", True),)
     return _policy_at(engines_url(args), asyncio.get_running_loop(), extra)

@@ -21,6 +21,7 @@ from slime.utils import top_p
 from slime.utils.misc import load_function
 from slime.utils.packed_samples import values_of
 from slime.utils.plugin_errors import plugin_call, wrong_return
+from slime.utils.stored_arrays import StoredArray
 from slime.utils.types import RolloutBatch, Sample, TokenKey, flatten_samples, version_number
 
 # Key of Sample.metadata: the role of an agent, if several take part in one rollout.
@@ -256,7 +257,10 @@ def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
         if _all_or_none(samples, key):
             batch[key] = _rows([values_of(s, key) for s in samples], torch.float32)
     if _all_or_none(samples, "rollout_routed_experts"):
-        batch["routed_experts"] = [torch.tensor(s.rollout_routed_experts) for s in samples]
+        experts: list[Any] = [values_of(s, "rollout_routed_experts") for s in samples]
+        # References stay: each trainer rank reads the arrays of its own samples.
+        rows: list[Any] = [e if isinstance(e, StoredArray) else torch.tensor(e) for e in experts]
+        batch["routed_experts"] = rows
     versions = [_token_versions(sample) for sample in samples]
     if any((row >= 0).any() for row in versions):
         batch["versions"] = _rows(versions, torch.int32)

@@ -19,6 +19,7 @@ from slime.batch.flops import sample_sizes, typical_cost
 from slime.batch.packing import balance, pack_first_fit, split_largest
 from slime.catalog.backends import BACKENDS
 from slime.utils import codec
+from slime.utils.stored_arrays import StoredArray
 from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -74,12 +75,17 @@ class RankData:
         try:
             batch = codec.encode(codec.with_rows(self.batch))
         except codec.ForeignValue:  # a user's function may put any object into a batch
-            return RankData, (self.batch, self.steps)
+            return _received, (self.batch, self.steps)
         return _received, (batch, self.steps)
 
 
-def _received(batch: bytes, steps: list[RankStep]) -> RankData:
-    return RankData(codec.decode(batch), steps)
+def _received(batch: bytes | RolloutBatch, steps: list[RankStep]) -> RankData:
+    """Return the share in the process of its rank, which reads the arrays that the driver never had."""
+    own: dict[str, Any] = codec.decode(batch) if isinstance(batch, bytes) else dict(batch)
+    for key, values in own.items():
+        if isinstance(values, list) and any(isinstance(value, StoredArray) for value in values):
+            own[key] = [torch.from_numpy(v.load()) if isinstance(v, StoredArray) else v for v in values]
+    return RankData(cast(RolloutBatch, own), steps)
 
 
 def plan_steps(

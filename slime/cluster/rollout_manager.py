@@ -39,8 +39,10 @@ from slime.utils.async_utils import get_loop
 from slime.utils.column_rewards import takes_columns
 from slime.utils.machine.run_identity import Run
 from slime.utils.misc import load_function
+from slime.utils.packed_samples import references_in
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.processing_utils import load_tokenizer
+from slime.utils.stored_arrays import KeptArrays
 from slime.utils.types import RolloutBatch, Sample, flatten_samples, is_score, version_number
 
 logger = logging.getLogger(__name__)
@@ -100,8 +102,7 @@ class RolloutProcess:
         ledger.use(durable)
         self._manager = RolloutManager(
             *(self._args, self._run, self._plane, self._recording, start_rollout_id, rollout_state),
-            durable,
-            overlapped=resume.overlapped,
+            *(resume, durable),
         )
         if self._args.rollout_workers > 1:
             open_workers = load_function(_ROLLOUT_WORKERS)
@@ -150,10 +151,10 @@ class RolloutManager:
         recording: Recording,
         start_rollout_id: int,
         rollout_state: dict[str, Any] | None,
+        resume: Resume | None = None,
         durable: Ledger | None = None,
-        *,
-        overlapped: bool = False,
     ):
+        resume = resume or Resume("")
         self._args, self._run, self._engines, self._recording = args, run, engines, recording
         self._ledger = durable
         # Seconds in forward passes until the last rollout ended; None: engines have evaluated since.
@@ -162,7 +163,7 @@ class RolloutManager:
             run_id=run.run_id,
             run_dir=str(run.run_dir),
             start_rollout_id=start_rollout_id,
-            overlapped_loop=overlapped,
+            overlapped_loop=resume.overlapped,
         )
         with phases.starting("data") as part:
             path = args.data_source_path
@@ -174,6 +175,7 @@ class RolloutManager:
                 self._data_source.load(start_rollout_id - 1)
             if durable is not None:
                 follow(self._data_source, durable)
+            self._arrays, self._last_commit = self._keep_arrays(resume), resume.committed
             per_epoch, num_rollout = self._count_rollouts()
             steps = f"steps {start_rollout_id + 1} to {num_rollout}"
             none_left = f"none of {num_rollout} steps (--num-rollout) is left" if num_rollout else ""
@@ -185,6 +187,22 @@ class RolloutManager:
         self._rollout_fn = load_function(args.rollout_function_path)
         self._eval_fn = load_function(args.eval_function_path or args.rollout_function_path)
         self.facts = RolloutFacts(num_rollout, per_epoch, engines.transports, engines.urls)
+
+    @property
+    def _trainer_keeps_batches(self) -> bool:
+        """Return whether steps since any earlier one may be repeated, from batches that the trainer keeps."""
+        args = self._args
+        return bool(args.max_restarts) and (
+            args.save is None or not args.record_max_mib or args.no_save_optim
+        )
+
+    def _keep_arrays(self, resume: Resume) -> KeptArrays:
+        """Find what this start can use of the arrays of an earlier one; the rest is removed."""
+        waiting = flatten_samples(getattr(self._data_source, "buffer", []))
+        others = [array for sample in waiting for array in references_in(sample)]
+        if self._args.use_rollout_routing_replay and self._ledger is not None:
+            others += self._ledger.references()
+        return KeptArrays(self._run.run_dir, resume.arrays, others)
 
     def _count_rollouts(self) -> tuple[int | None, int]:
         args = self._args
@@ -248,12 +266,17 @@ class RolloutManager:
         generated = Generated(batch, cursor, metrics, len(samples))
         if self._ledger is not None:
             self._ledger.made(rollout_id, encodable(generated))
+        self._arrays.keep(rollout_id, [array for sample in samples for array in references_in(sample)])
+        if isinstance(journal, CountingJournal):
+            self._arrays.remove(journal.drain_unneeded())
         return generated
 
     def note_trained(self, rollout_id: int) -> None:
         """Record that the trainer has made its step with the batch of this rollout."""
         if self._ledger is not None:
             self._ledger.trained(rollout_id)
+        if self._args.save is None and not self._trainer_keeps_batches:
+            self._arrays.forget(rollout_id)
 
     def note_evaluated(self, rollout_id: int) -> None:
         """Record that the metrics of this evaluation are on the disk."""
@@ -279,6 +302,9 @@ class RolloutManager:
         """Record that a checkpoint after this rollout's step is complete."""
         if self._ledger is not None:
             self._ledger.committed(rollout_id)
+        if not self._trainer_keeps_batches:
+            self._arrays.forget(self._last_commit)  # what this one covers is kept, in case it is damaged
+            self._last_commit = rollout_id
 
     def save_data_source(self, rollout_id: int) -> None:
         """Save the state of a data source that keeps its own."""

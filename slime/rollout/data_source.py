@@ -27,9 +27,11 @@ from slime.rollout.prompt_groups import (
 )
 from slime.utils.files.torch_files import load_torch_file
 from slime.utils.misc import load_function
+from slime.utils.packed_samples import references_in
 from slime.utils.plugin_errors import plugin_call, wrong_return
 from slime.utils.processing_utils import load_processor, load_tokenizer
-from slime.utils.types import Sample
+from slime.utils.stored_arrays import StoredArray
+from slime.utils.types import Sample, flatten_samples
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ class CountingJournal:
         self.counts: Counter[str] = Counter()
         self.ledger: Ledger | None = None
         self._dropped: deque[Settled] = deque(maxlen=_MAX_DROPPED)
+        self._unneeded: list[StoredArray] = []
 
     def restore(self, counts: dict[str, int] | None) -> None:
         """Continue from the totals of a checkpoint."""
@@ -103,12 +106,18 @@ class CountingJournal:
         self.counts[outcome] += len(groups)
         if outcome != "trained":
             self._dropped.extend(Settled(group, outcome, reason) for group in groups)
+            self._unneeded += [a for sample in flatten_samples(groups) for a in references_in(sample)]
         if self.ledger is not None:
             self.ledger.consumed(groups, outcome, reason)
 
     def drain_dropped(self) -> list[Settled]:
         """Return the groups that were dropped since the last call."""
         return [self._dropped.popleft() for _ in range(len(self._dropped))]
+
+    def drain_unneeded(self) -> list[StoredArray]:
+        """Return the stored arrays of groups that were dropped since the last call."""
+        found, self._unneeded = self._unneeded, []
+        return found
 
 
 def follow(data_source: Any, ledger: Ledger) -> None:

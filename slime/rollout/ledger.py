@@ -6,6 +6,7 @@ generated again. The rollout manager reports whatever else a user's rollout func
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -36,6 +37,8 @@ from slime.rollout.prompt_groups import (
     first_sample,
     is_finished,
 )
+from slime.utils.packed_samples import from_fields, references_in
+from slime.utils.stored_arrays import StoredArray
 from slime.utils.types import Sample, flatten_samples, version_number
 
 logger = logging.getLogger(__name__)
@@ -123,6 +126,14 @@ class Ledger:
 
     # -- samples
 
+    def references(self) -> list[StoredArray]:
+        """Return the stored arrays of all samples that can be recalled."""
+        found = []
+        for entry in self._known.values():
+            with contextlib.suppress(ValueError, TypeError, LookupError):
+                found += [a for fields in entry.load()[0] for a in references_in(from_fields(fields))]
+        return found
+
     def recall(self, entry: Entry) -> Entry | None:
         """Return the entry as it was finished before the crash; None: it was not finished."""
         key = _key(entry)
@@ -133,7 +144,7 @@ class Ledger:
         del self._known[key]  # type: ignore[arg-type]
         try:
             stored, is_fan_out = found.load()
-            samples = [Sample.from_dict(fields) for fields in stored]
+            samples = [from_fields(fields) for fields in stored]
         except (ValueError, TypeError, LookupError) as error:
             logger.warning(
                 "%s is damaged in the ledger and will be generated again: %s", describe(entry), error

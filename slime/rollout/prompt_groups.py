@@ -5,11 +5,15 @@ out, the list of samples that execution made. `flatten_samples` of slime.utils.t
 """
 
 import copy
+import logging
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from slime.utils.packed_samples import PACKED, fields_with_references, from_fields
 from slime.utils.types import Sample, flatten_samples
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Entry: TypeAlias = Sample | list[Sample]
@@ -180,8 +184,17 @@ def group_to_plain(group: Group) -> list[Any]:
 def _to_plain(sample: Sample) -> dict[str, Any]:
     bare = copy.copy(sample)
     vars(bare).pop("trace", None)  # larger than the rest of a short sample
-    return copy_sample(bare).to_dict()
+    return fields_with_references(copy_sample(bare))
 
 
 def group_from_plain(plain: list[Any]) -> Group:
-    return [[Sample.from_dict(s) for s in e] if isinstance(e, list) else Sample.from_dict(e) for e in plain]
+    return [[_from_plain(s) for s in e] if isinstance(e, list) else _from_plain(e) for e in plain]
+
+
+def _from_plain(fields: dict[str, Any]) -> Sample:
+    try:
+        return from_fields(fields)
+    except LookupError as error:
+        sample = from_fields({**fields, PACKED: {}})
+        logger.warning("%s starts again from its prompt: %s", describe(sample), error)
+        return without_response(sample)

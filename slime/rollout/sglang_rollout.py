@@ -40,6 +40,7 @@ from slime.rollout.generation.scope import RequestScope
 from slime.rollout.generation.state import GenerateState, get_model_url
 from slime.rollout.generation.turn_gate import call_or_wait, can_be_kept
 from slime.rollout.prompt_groups import (
+    FINISHED,
     Entry,
     Group,
     copy_group,
@@ -58,6 +59,7 @@ from slime.utils import http_utils
 from slime.utils.async_utils import all_or_none, run
 from slime.utils.errors import EpisodeEnded, RunStopped
 from slime.utils.misc import load_function
+from slime.utils.packed_samples import store_experts
 from slime.utils.plugin_errors import plugin_call
 from slime.utils.types import Sample, flatten_samples
 
@@ -233,6 +235,7 @@ async def _generate_with_retries(
     for attempt in range(1, allowed + 1):
         try:
             made = await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
+            _store_experts(args, made)
             if durable is not None:
                 durable.finished(origin[0], made)
             return made
@@ -246,6 +249,14 @@ async def _generate_with_retries(
             logger.warning("Attempt %d of %d to generate failed: %s", attempt, allowed, cause)
             entry = copy_group(origin)[0]
     raise AssertionError("the last attempt either returns or raises")
+
+
+def _store_experts(args: PluginArgs, made: Entry) -> None:
+    """Replace recorded experts of finished samples by references: they are larger than all else together."""
+    if args.use_rollout_routing_replay and args.run_dir:
+        for sample in flatten_samples([made]):
+            if sample.status in FINISHED:
+                store_experts(sample, args.run_dir)
 
 
 async def abort(args: PluginArgs, rollout_id: int) -> None:

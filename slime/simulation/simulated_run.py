@@ -252,8 +252,8 @@ class Simulation:
                 recording,
                 point.rollout_id,
                 point.rollout_state,
+                point.resume,
                 durable,
-                overlapped=overlapped,
             )
             self._fleet, self._trainer = fleet, trainer
             closing.callback(setattr, self, "_fleet", None)

@@ -8,6 +8,7 @@ integers, numpy arrays and scalars, and torch tensors.
     tuple, set, numpy scalar            a map with one entry, whose key says which of them it is
     numpy array, torch tensor           one buffer: type and shape as text, then the raw values
     TensorRows                          one tensor and the length of each row; comes back as a list
+    StoredArray                         the reference: the array stays in its file
 
 Equal values give equal bytes. Arrays and tensors come back in memory of their own, so they may be changed.
 Values that contain themselves, or are nested more than about 500 levels deep, are not supported.
@@ -23,7 +24,9 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
-_BIG_INT, _ARRAY, _TENSOR = 1, 2, 3  # msgpack's extension types that hold bytes
+from slime.utils.stored_arrays import StoredArray
+
+_BIG_INT, _ARRAY, _TENSOR, _STORED = 1, 2, 3, 4  # msgpack's extension types that hold bytes
 _TUPLE, _SET, _SCALAR, _ROWS = 11, 12, 14, 15  # without bytes: the keys of those maps
 _MAX_BUFFER = (1 << 32) - 1024  # msgpack counts the bytes of a buffer in 32 bits
 
@@ -106,6 +109,9 @@ def _added_type(value: Any) -> Any:
         return {_key(_SET): sorted(value, key=encode)}
     if kind is np.ndarray:
         return _encode_array(value)
+    if kind is StoredArray:
+        reference = [value.path, value.dtype, list(value.shape), value.checksum]
+        return msgpack.ExtType(_STORED, msgpack.packb(reference))
     if kind is TensorRows:
         return {_key(_ROWS): [[row.numel() for row in value], sys.modules["torch"].cat(list(value))]}
     if isinstance(value, np.generic):
@@ -178,9 +184,12 @@ def _decode_extension(code: int, data: bytes) -> Any:
         return _Marker(code)
     if code == _BIG_INT:
         return int.from_bytes(data, "little", signed=True)
+    if code == _STORED:
+        path, kind, sizes, checksum = msgpack.unpackb(data)
+        return StoredArray(path, kind, tuple(sizes), checksum)
     end = data.index(b"\n") + 1
-    dtype, *sizes = data[:end].decode().split()
-    shape = tuple(map(int, sizes))
+    dtype, *numbers = data[:end].decode().split()
+    shape = tuple(map(int, numbers))
     values = memoryview(data)[end:]
     if code == _ARRAY:
         found = np.dtype(dtype)

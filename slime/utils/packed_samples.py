@@ -1,18 +1,22 @@
 """Keeps the long lists of a sample as arrays: they travel between processes at the speed of a memory copy.
 
-A packed sample is used like any other: a field becomes a list when it is first read or replaced.
+A packed sample is used like any other: a field becomes a list when it is first read or replaced. The experts
+that an engine chose are so large that only a reference to them travels; reading the field reads their file.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from slime.utils.stored_arrays import StoredArray, store
 from slime.utils.types import Sample
 
-_PACKED = "_packed"  # the attribute with the arrays
+_EXPERTS = "rollout_routed_experts"
+PACKED = "_packed"  # the attribute with the arrays and references
 _LEAST = 64  # entries; shorter lists are as fast
 
 
@@ -25,7 +29,11 @@ class _Unpacked:
     def __get__(self, sample: Any, owner: type | None = None) -> Any:
         if sample is None:
             return None
-        array = vars(sample).get(_PACKED, {}).get(self._name)
+        array = vars(sample).get(PACKED, {}).get(self._name)
+        if isinstance(array, StoredArray):
+            array = array.load().astype(np.int32)
+            vars(sample)[self._name] = array
+            return array
         values = vars(sample)[self._name] = None if array is None else array.tolist()
         return values
 
@@ -37,12 +45,13 @@ class PackedSample(Sample):
     loss_mask = _Unpacked()
     rollout_log_probs = _Unpacked()
     teacher_log_probs = _Unpacked()
+    rollout_routed_experts = _Unpacked()
 
     def to_dict(self) -> dict[str, Any]:
-        for name in vars(self).get(_PACKED, ()):
+        for name in vars(self).get(PACKED, ()):
             getattr(self, name)
         data = super().to_dict()
-        data.pop(_PACKED, None)
+        data.pop(PACKED, None)
         return data
 
     @property
@@ -51,10 +60,10 @@ class PackedSample(Sample):
         return super().effective_response_length if mask is None else int(mask.sum(dtype=np.int64))
 
 
-def packed_array(sample: Sample, name: str) -> npt.NDArray[Any] | None:
-    """Return the array of a field; None: the field is a list, or there is none."""
+def packed_array(sample: Sample, name: str) -> Any:
+    """Return the array of a field, or the reference to it; None: the field is a list, or there is none."""
     held = vars(sample)
-    array: npt.NDArray[Any] | None = None if name in held else held.get(_PACKED, {}).get(name)
+    array: npt.NDArray[Any] | StoredArray | None = None if name in held else held.get(PACKED, {}).get(name)
     return array
 
 
@@ -66,16 +75,57 @@ def values_of(sample: Sample, name: str) -> Any:
 
 def pack(sample: Sample) -> None:
     """Turn a sample into a packed one, in place. Values stay as they are, to the last bit."""
-    if type(sample) is not Sample:  # a class of the user's own
+    if type(sample) not in (Sample, PackedSample):  # a class of the user's own
         return
-    held, packed = vars(sample), dict[str, npt.NDArray[Any]]()
+    held, packed = vars(sample), dict[str, Any]()
     for name, small in (("tokens", np.int32), ("loss_mask", np.int8)):
         _pack_field(held, packed, name, np.int64, small)
     for name in ("rollout_log_probs", "teacher_log_probs"):
         _pack_field(held, packed, name, np.float64, np.float32)
+    _attach(sample, packed)
+
+
+def _attach(sample: Sample, packed: dict[str, Any]) -> None:
+    """Let these fields be read from their arrays."""
     if packed:
-        held[_PACKED] = packed
+        held = vars(sample)
+        for name in packed:
+            held.pop(name, None)
+        held[PACKED] = {**held.get(PACKED, {}), **packed}
         sample.__class__ = PackedSample
+
+
+def store_experts(sample: Sample, run_dir: str) -> None:
+    """Move the experts that an engine chose for a finished sample into a file of the run folder."""
+    experts = vars(sample).get(_EXPERTS)
+    if type(sample) in (Sample, PackedSample) and isinstance(experts, np.ndarray):
+        _attach(sample, {_EXPERTS: store(experts, run_dir, str(sample.index))})
+
+
+def references_in(sample: Sample) -> list[StoredArray]:
+    """Return the references that a sample holds, also of arrays that somebody has read."""
+    return [array for array in vars(sample).get(PACKED, {}).values() if isinstance(array, StoredArray)]
+
+
+def fields_with_references(sample: Sample) -> dict[str, Any]:
+    """Return `Sample.to_dict` with references where it would read their arrays; see `from_fields`."""
+    reference = packed_array(sample, _EXPERTS)
+    if not isinstance(reference, StoredArray):
+        return sample.to_dict()
+    sample = copy.copy(sample)
+    setattr(sample, _EXPERTS, None)
+    return {**sample.to_dict(), PACKED: {_EXPERTS: reference}}
+
+
+def from_fields(fields: dict[str, Any]) -> Sample:
+    """Invert `fields_with_references`; also fields as a sample holds them. LookupError: an array is lost."""
+    fields = dict(fields)
+    packed = fields.pop(PACKED, {})
+    if lost := [a.path for a in packed.values() if isinstance(a, StoredArray) and not a.is_there()]:
+        raise LookupError(f"{lost[0]} is lost")
+    sample = Sample.from_dict(fields)
+    _attach(sample, packed)
+    return sample
 
 
 def _pack_field(held: dict[str, Any], packed: dict[str, Any], name: str, full: Any, small: Any) -> None:

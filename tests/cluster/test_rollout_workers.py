@@ -9,11 +9,10 @@ import pytest
 from fake_engine import FakeEngine, sample_index
 from ledger_world import World
 from patience import eventually
-from rollout_helpers import assert_conserved, counts, make_run, make_source, write_prompts
+from rollout_helpers import assert_conserved, counts, make_run, make_source, workers_of, write_prompts
 
 from slime.arguments import plugin_args
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT_FUNCTION
-from slime.cluster.rollout_workers import RolloutWorkers
 from slime.record import LedgerReader
 from slime.rollout import ledger
 from slime.rollout.base_types import call_rollout_fn
@@ -21,28 +20,12 @@ from slime.rollout.collection.collector import is_permanent
 from slime.rollout.data_source import follow
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.rollout.workers import current
-from slime.runtime.local import LocalRuntime
 from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample, flatten_samples
 
 LONG = ("--rollout-max-response-len", "100", "--deterministic-mode")
 WORKERS = ("--rollout-workers", "2")
 OF_THE_CALL = ("session_id", "trace")  # what differs between any two runs
-
-
-@contextlib.contextmanager
-def workers_of(folder, args, info, durable=None):
-    runtime = LocalRuntime(folder / "run", "test-rollout-workers-")
-    try:
-        workers = RolloutWorkers(args, info, runtime, durable)
-        current.use(workers)
-        yield workers
-        assert not runtime.failure.done()  # a worker that dies does not end the run
-    finally:
-        current.use(None)
-        workers.close()
-        runtime.close()
 
 
 def rollout(args, source, rollout_id=0, function=generate_rollout):

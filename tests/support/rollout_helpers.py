@@ -1,6 +1,7 @@
 """Arguments, prompt files and a tokenizer folder for rollout tests: real parsing, no model."""
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from fake_engine import FakeEngine
 from tiny_model import make_tiny_tokenizer
 
 from slime.arguments import RunInfo, parse_args, plugin_args
+from slime.cluster.rollout_workers import RolloutWorkers
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.workers import current
+from slime.runtime.local import LocalRuntime
 
 
 def write_prompts(path: Path, count: int, **columns: Any) -> Path:
@@ -69,3 +73,17 @@ def assert_conserved(source: RolloutDataSourceWithBuffer) -> None:
     c = source.journal.counts
     assert c["new"] + c["reissued"] == c["returned"] + c["trained"] + c["filtered"] + c["failed"]
     assert c["new"] == c["trained"] + c["filtered"] + c["failed"] + len(source.buffer)
+
+
+@contextlib.contextmanager
+def workers_of(folder, args, info, durable=None):
+    runtime = LocalRuntime(folder / "run", "test-rollout-workers-")
+    try:
+        workers = RolloutWorkers(args, info, runtime, durable)
+        current.use(workers)
+        yield workers
+        assert not runtime.failure.done()  # a worker that dies does not end the run
+    finally:
+        current.use(None)
+        workers.close()
+        runtime.close()

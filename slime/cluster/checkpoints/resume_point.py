@@ -21,6 +21,7 @@ from slime.runtime.base import Future
 from slime.utils.files.checksums import FileRecord
 from slime.utils.files.step_folders import StepFolder
 from slime.utils.machine.run_identity import Run
+from slime.utils.stored_arrays import references_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,9 @@ def find_resume_point(args: Args, run: Run, checkpoint: StepFolder | None, overl
     else:
         # None: the data source of that run keeps its state by itself.
         state = read_state(checkpoint.path / ROLLOUT) if checkpoint is not None else None
-    return ResumePoint(committed + 1, replace(resume, made={}), state, num_pushes, restored)
+    arrays = {rollout_id: references_of(made.batch) for rollout_id, made in restored.items()}
+    resume = replace(resume, made={}, arrays=arrays)
+    return ResumePoint(committed + 1, resume, state, num_pushes, restored)
 
 
 def write_in_flight(folder: Path, rollout_id: int, future: Future[Generated] | None) -> None:
@@ -114,7 +117,8 @@ def read_in_flight(checkpoint: StepFolder) -> Generated | None:
         raise ValueError(
             f"{path} does not belong to the rollout after its checkpoint: restore it, or remove that file."
         )
-    return Generated(**data)
+    made = Generated(**data)
+    return made if all(array.is_there() for array in references_of(made.batch)) else None
 
 
 def report_differences(

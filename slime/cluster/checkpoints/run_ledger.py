@@ -20,6 +20,8 @@ from slime.record import LedgerReader, RecordError, record_file
 from slime.rollout.ledger import Ledger
 from slime.utils.codec import with_rows
 from slime.utils.machine.run_identity import Run
+from slime.utils.stored_arrays import StoredArray, references_of
+from slime.utils.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Resume:
     last_made: int = -1
     made: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rollout, from the ledger
     overlapped: bool = False  # a rollout is made while the one before it is trained
+    arrays: dict[int, list[StoredArray]] = field(default_factory=dict)  # that restored batches need
 
 
 def settings_digest(args: Args, *, overlapped: bool) -> str:
@@ -59,7 +62,7 @@ def find_resume(args: Args, run: Run, committed: int, *, overlapped: bool) -> Re
             with LedgerReader(record_file(run.run_dir)) as reader:
                 found = reader.rollouts_after(committed, settings).items()
             # Up to the first whose data source keeps its own state: that state is of the checkpoint.
-            made = dict(itertools.takewhile(lambda pair: pair[1]["cursor"] is not None, found))
+            made = dict(itertools.takewhile(lambda pair: _can_resume(**pair[1]), found))
         except (RecordError, ValueError) as error:
             text = "No rollout can be restored from the ledger (%s); lost rollouts are generated again."
             logger.warning(text, error)
@@ -69,6 +72,10 @@ def find_resume(args: Args, run: Run, committed: int, *, overlapped: bool) -> Re
             "Rollouts %d to %d were complete before the resume and are restored from the ledger.", first, last
         )
     return Resume(settings, committed, max(made, default=committed), made, overlapped)
+
+
+def _can_resume(batch: RolloutBatch | None, cursor: dict[str, Any] | None, **others: Any) -> bool:
+    return cursor is not None and all(array.is_there() for array in references_of(batch))
 
 
 def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> Ledger | None:

@@ -165,7 +165,8 @@ def build_request(
     params = {"sampling_seed": sampling_seed(args, sample), **sampling_params, "max_new_tokens": budget}
     if budget is not None and params.get("min_new_tokens"):
         params["min_new_tokens"] = min(params["min_new_tokens"], budget)
-    extra: dict[str, Any] = {"return_routed_experts": True} if args.use_rollout_routing_replay else {}
+    replays = args.use_rollout_routing_replay and is_trained()
+    extra: dict[str, Any] = {"return_routed_experts": True} if replays else {}
     if args.lora_sync == "adapter":
         extra["lora_path"] = ADAPTER_NAME
     input_ids, image_data, forbidden = wire_form(args, sample)
