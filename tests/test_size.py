@@ -16,7 +16,7 @@ BUDGETS: dict[str, int] = {
     "backends": 12186,
     "batch": 1022,
     "catalog": 1676,
-    "cli": 7016,
+    "cli": 7018,
     "cluster": 6781,
     "dashboard": 1720,
     "data": 1010,

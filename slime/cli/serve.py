@@ -97,6 +97,8 @@ def _find_model(given: str, scratch: Path) -> str:
         merge_adapter(Path(given).expanduser(), scratch / "merged")
         return str(scratch / "merged")
     folder = Path(model_folder(given)).expanduser()
+    if not folder.exists():
+        raise ValueError(f"{given}: there is no such folder; give the folder of a model or of a run.")
     if not (folder / "config.json").is_file():
         advice = f"`{as_typed('export', given, '--out', 'MODEL')}` writes one from a checkpoint"
         raise ValueError(f"{given} holds no model (config.json is missing); {advice}.")

@@ -167,7 +167,7 @@ def _draw_png(groups: dict[str, Group], names: list[str], out: Path) -> None:
     figure.tight_layout()
     try:
         if out.is_dir():
-            raise IsADirectoryError("it is a folder")
+            raise IsADirectoryError("it is a folder; name a file in it")
         out = out if out.suffix else out.with_name(f"{out.name}.png")  # matplotlib adds it silently
         figure.savefig(out, dpi=120)
     except (OSError, ValueError) as error:

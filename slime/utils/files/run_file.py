@@ -370,7 +370,7 @@ def no_run(folder: Path) -> str:
     text = f"{folder} is no folder of a run: run.json is missing or cannot be read"
     inside = [str(run) for run in runs_inside(folder)]
     if not inside:
-        return f"{text}."
+        return f"{text}. Give the folder that the run's command named with --out or --run-dir."
     return f"{text}. In it are the runs {', '.join(inside[:_NAMED])}" + (", ..." if inside[_NAMED:] else ".")
 
 
