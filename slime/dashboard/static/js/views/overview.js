@@ -49,7 +49,7 @@ export async function render(main, context) {
   }
   const found = await refresh();
   fill(main, boxes, h("h2", {}, "Curves"), charts);
-  const wanted = [...new Set([...found.map((run) => run.main.name), "train/loss", "rollout/response_len/mean", "perf/step_time"])];
+  const wanted = [...new Set([...found.map((run) => run.main.name), "train/accuracy", "train/loss", "rollout/response_len/mean", "perf/step_time"])];
   for (const run of found) for (const row of run.headlines) if (row.name.startsWith("eval/") && !wanted.includes(row.name)) wanted.splice(1, 0, row.name);
   const rows = Object.fromEntries(found.flatMap((run) => run.headlines).map((row) => [row.name, row]));
   const there = wanted.filter((name) => rows[name]).slice(0, 4);
