@@ -111,6 +111,7 @@ class Stand:
 
     def __init__(self, args: Args):
         self._run = open_run(args)
+        self.shm_prefix = self._run.shm_prefix
         self._placement = plan_placement(args, device_count())
         self._runtime = create_runtime(args, self._run.run_dir, self._run.shm_prefix)
         spec = WorkerSpec("rollout", near_driver=True)
@@ -122,7 +123,7 @@ class Stand:
         facts = self._rollout.call(RolloutProcess.start, 0, None, resume).result()
         site = Site(device_count() > 0, True)
         self.transport = choose_transport(args.update_weight_transport, facts.transports, site)
-        self._engine = EngineControl(facts.engine_urls[0], deadline_s=600.0)
+        self.engine = EngineControl(facts.engine_urls[0], deadline_s=600.0)
         self._engines = self._rollout.part(RolloutProcess.weights)
         # One trainer after another, each with another bucket size, or none.
         self._ranks = _CurrentRanks([])
@@ -138,7 +139,7 @@ class Stand:
     def checksums(self) -> tuple[dict[str, str], float]:
         """The engine's own, and the seconds they took."""
         started = time.perf_counter()
-        return run(self._engine.checksums()), time.perf_counter() - started
+        return run(self.engine.checksums()), time.perf_counter() - started
 
     def measure(self, args: Args, num_pushes: int) -> list[dict[str, float]]:
         """Pushes with the bucket size of `args`: seconds of each part."""

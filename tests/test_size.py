@@ -15,12 +15,12 @@ BUDGETS: dict[str, int] = {
     "arguments": 6226,
     "backends": 12186,
     "batch": 1022,
-    "catalog": 1676,
+    "catalog": 1678,
     "cli": 7018,
     "cluster": 6781,
     "dashboard": 1720,
     "data": 1010,
-    "engines": 6882,
+    "engines": 7005,
     "liveness": 1212,
     "observability": 2376,
     "preflight": 2185,
@@ -30,10 +30,10 @@ BUDGETS: dict[str, int] = {
     "simulation": 2020,
     "step": 1820,
     "utils": 5829,
-    "weight_sync": 2767,
-    "wire and rest": 2099,
+    "weight_sync": 2397,
+    "wire and rest": 2304,
 }
-STATEMENTS = 54_094
+STATEMENTS = 54_224
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -19,6 +19,7 @@ class Dialect:
     has_begin_end: bool = False  # a weight update lies between begin_weight_update and end_weight_update
     # Released memory is freed (SGLang: only with its own flag, see EngineInfo).
     memory_saver: bool = False
+    applies_deltas: bool = False  # changes its own tensors by a published delta
     parallel_updates: bool = False  # receives weights in several process groups at once
     compares_manifests: bool = False  # compares its tensors with the bytes of a manifest
     overwrites_weights: bool = False  # can fill its weights with noise, to prove that a sync is complete
@@ -78,6 +79,7 @@ ENGINES: dict[str, EngineKind] = {
             adapters_by="adapter_shared_memory",
             has_spans=True,
             memory_saver=True,
+            applies_deltas=True,
             parallel_updates=True,
             compares_manifests=True,
             has_seeds=True,

@@ -133,7 +133,7 @@ class Site:
     every_gpu_trains: bool = True
 
 
-async def nothing_to_prepare(bundle: WeightBundle, control: EngineControl) -> None:
+async def nothing_to_prepare(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> None:
     """Do nothing: `deliver` does all the work."""
 
 
@@ -148,7 +148,7 @@ class Transport:
     make_sender: Callable[[SenderOptions], Sender]
     deliver: Callable[[WeightBundle, EngineControl, EngineInfo], Awaitable[Receipt]]
     compare: Callable[[WeightBundle, EngineControl, EngineInfo, str], Awaitable[list[str]]]
-    prepare: Callable[[WeightBundle, EngineControl], Awaitable[None]] = nothing_to_prepare
+    prepare: Callable[[WeightBundle, EngineControl, EngineInfo], Awaitable[None]] = nothing_to_prepare
 
 
 def check_receipt(bundle: WeightBundle, receipt: Receipt, engine: str) -> None:

@@ -100,6 +100,11 @@ class EngineControl:
         payload = {"model_path": str(path), "weight_version": version, **how}
         return _receipt(await self._post("update_weights_from_disk", payload), version)
 
+    async def update_from_delta(self, folder: str, base: str, version: str) -> Receipt:
+        """Apply a published delta in place, on engines that can (see Dialect); they must hold `base`."""
+        payload = {"folder": folder, "base_version": base, "weight_version": version}
+        return _receipt(await self._post("update_weights_from_delta", payload), version)
+
     async def update_from_shared_memory(self, manifest: WeightManifest) -> Receipt:
         """Load weights from shared memory; after a checksum mismatch the old version stays."""
         answer = await self._post("update_weights_from_shared_memory", manifest.to_json())

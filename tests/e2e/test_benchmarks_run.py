@@ -31,6 +31,7 @@ SLOW = {
     "rollout_workers": "--responses 16 --tokens 100 --workers 1 2 --engines 1",
     "engine_throughput": "--num-requests 4 --max-running 2 --longest 16 --rounds 1",
     "delta_sync": "--shape tiny --tokens 16",
+    "delta_push": "--bucket-mib 1 --pushes 2",
 }
 # A benchmark that misses its goal, as these shapes may, exits with 1 after it has written its results.
 # Flags of `slime train` are handed on to it; it is `slime train` that finds a mistake in them.

@@ -263,6 +263,7 @@ CONTROL = (
     *(
         "update_weights_from_disk",
         "update_weights_from_shared_memory",
+        "update_weights_from_delta",
         "update_weights_from_tensor",
         "flush_cache",
     ),

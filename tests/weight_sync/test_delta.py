@@ -15,10 +15,10 @@ from patience import PATIENCE_S, eventually
 from slime.arguments.groups.engine import CHECKSUMS, ENCODINGS
 from slime.utils.errors import RunStopped
 from slime.weight_sync.base import DeltaOptions, SenderOptions
-from slime.weight_sync.delta.codec import DeltaError
 from slime.weight_sync.delta.local_copy import LocalCopy, find_route
 from slime.weight_sync.delta.publication import INDEX, WANTED, DeltaEntry, FolderSource, Index, is_at_least
 from slime.weight_sync.delta.transport import DeltaSender
+from slime.wire.delta_codec import DeltaError
 
 pytest.importorskip("zstandard")
 pytest.importorskip("xxhash")

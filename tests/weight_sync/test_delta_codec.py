@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from slime.arguments.groups.engine import CHECKSUMS, ENCODINGS
-from slime.weight_sync.delta.codec import DeltaError, apply, checksum_function, encode
+from slime.wire.delta_codec import DeltaError, apply, checksum_function, encode
 
 pytest.importorskip("zstandard")
 

@@ -1,6 +1,7 @@
 """Deltas to a real engine: by the trainer's push, and through an agent that pulls over HTTP."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -19,9 +20,11 @@ from patience import PATIENCE_S
 from tiny_model import make_tiny_model
 
 from slime.utils.async_utils import run
+from slime.utils.http_utils import HttpError
 from slime.utils.machine import shm
 from slime.utils.machine.children import stop_process, thread_environment
 from slime.weight_sync.base import check_receipt
+from slime.weight_sync.delta.local_copy import LocalCopy
 from slime.weight_sync.delta.publication import open_source
 from slime.weight_sync.delta.transport import DELTA
 from slime.weight_sync.delta.weight_agent import WeightAgent, publisher_app
@@ -63,19 +66,60 @@ def moved(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.where(torch.rand(t.shape) < 0.02, t + 0.01, t) for name, t in state.items()}
 
 
-def test_the_engine_holds_the_trainer_s_bits_after_each_of_several_pushes(engine, model, tmp_path):
+def loads_only_copies(info):
+    """The same engine without the trait that it changes its own tensors."""
+    return dataclasses.replace(info, dialect=dataclasses.replace(info.dialect, applies_deltas=False))
+
+
+@pytest.mark.parametrize("encoding, in_place", [("overwrite", True), ("xor", True), ("overwrite", False)])
+def test_the_engine_holds_the_trainer_s_bits_after_each_of_several_pushes(
+    engine, model, tmp_path, encoding, in_place
+):
+    """An engine that changes its own tensors needs the copy beside it for the first push alone."""
     control, info, prefix = engine
-    sender = make_sender(tmp_path / "p", tmp_path / "l", str(model), encoding="overwrite")
-    state = load_folder(model)
+    info = info if in_place else loads_only_copies(info)
+    sender = make_sender(tmp_path / "p", tmp_path / "l", str(model), encoding=encoding)
+    state, run_id = load_folder(model), f"push-{encoding}-{in_place}"
     for i in range(1, 5):
         state = moved(state, i)
-        bundle = publish(sender, state, f"push:{i}")
-        run(DELTA.prepare(bundle, control))
-        assert run(control.version()) != f"push:{i}"  # it still serves
+        bundle = publish(sender, state, f"{run_id}:{i}")
+        run(DELTA.prepare(bundle, control, info))
+        assert run(control.version()) != bundle.version  # it still serves
         check_receipt(bundle, run(DELTA.deliver(bundle, control, info)), control.url)
-        assert run(DELTA.compare(bundle, control, info, prefix)) == []
+        assert LocalCopy(tmp_path / "l").version == f"{run_id}:{1 if in_place else i}"
         assert differing(engine, state) == []
+    assert run(DELTA.compare(bundle, control, info, prefix)) == []
     assert differing(engine, moved(state, 9)) != []
+    sender.close()
+
+
+@pytest.mark.parametrize("fault", ["another base", "damage", "not finite"])
+def test_an_engine_that_cannot_apply_a_delta_loads_the_whole_copy(engine, model, tmp_path, fault, caplog):
+    control, info, _ = engine
+    sender = make_sender(tmp_path / "p", tmp_path / "l", str(model))
+    before, run_id = load_folder(model), f"fault-{fault[0]}"
+    first = publish(sender, before, f"{run_id}:1")
+    run(DELTA.deliver(first, control, info))
+    after = moved(before, 1)
+    if fault == "not finite":
+        after["model.norm.weight"] = after["model.norm.weight"].clone().fill_(torch.inf)
+    bundle = publish(sender, after, f"{run_id}:2")
+    if fault == "another base":
+        run(control.set_version("somebody:3"))
+    if fault == "damage":
+        manifest = json.loads((bundle.written / "weights.json").read_text())
+        changed = next(row for row in manifest["tensors"] if row["size"])
+        changed["checksum"] = "0" * 32
+        (bundle.written / "weights.json").write_text(json.dumps(manifest))
+    if fault == "not finite":
+        with pytest.raises(HttpError, match="not finite numbers"):
+            run(DELTA.deliver(bundle, control, info))
+        run(DELTA.deliver(publish(sender, before, f"{run_id}:3"), control, info))
+        assert differing(engine, before) == []
+    else:
+        run(DELTA.deliver(bundle, control, info))
+        assert run(control.version()) == bundle.version and differing(engine, after) == []
+    assert ("loads the whole copy" in caplog.text) == (fault != "another base")
     sender.close()
 
 
@@ -153,7 +197,7 @@ def test_a_push_goes_through_the_agent_and_an_agent_that_is_gone_is_an_error(eng
         sender = make_sender(tmp_path / "p", tmp_path / "unused", str(model), agents={control.url: url})
         state = moved(load_folder(model), 7)
         bundle = publish(sender, state, "agent:1")
-        run(DELTA.prepare(bundle, control))
+        run(DELTA.prepare(bundle, control, info))
         check_receipt(bundle, run(DELTA.deliver(bundle, control, info)), control.url)
         assert run(DELTA.compare(bundle, control, info, prefix)) == [] == differing(engine, state)
         assert not (tmp_path / "unused").exists()

@@ -147,7 +147,7 @@ class EngineWeights:
     def _take(self, bundle: WeightBundle) -> Act:
         async def take(url: str, info: EngineInfo) -> None:
             control, transport = self._control(url), transport_of(bundle.transport)
-            await transport.prepare(bundle, control)
+            await transport.prepare(bundle, control, info)
             await self._pause_for(bundle, url, info)
             await self._loaded.overwrite(self._key(url), control)
             check_receipt(bundle, await transport.deliver(bundle, control, info), url)

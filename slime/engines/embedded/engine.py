@@ -22,6 +22,7 @@ from slime.engines.embedded.sampler import Draws, sample
 from slime.engines.embedded.scheduler import Scheduler
 from slime.engines.embedded.sequence import ABORTED, Sequence, failure
 from slime.engines.embedded.text import Detokenizer
+from slime.engines.embedded.weight_delta import DeltaUpdate
 from slime.engines.embedded.weight_update import BadWeights, Source, WeightStore
 from slime.wire.control import TAGS, PauseMode
 
@@ -274,6 +275,18 @@ class Engine:
         names = self._arriving[1]
         names.update(source.shapes)
         return counts if self.weights.missing(names) else self._change_weights(lambda: counts, version)
+
+    def update_by_delta(self, delta: DeltaUpdate) -> tuple[int, int]:
+        """Change the parameters in place from the delta's base version, which the engine must hold."""
+        self._refuse_without_memory()
+        if self.version != delta.base or self.awaiting_weights or self._arriving or self.adapters.name:
+            raise BadWeights(
+                f"the delta is made for plain weights {delta.base}, and this engine holds {self.version} or "
+                "a part of other ones"
+            )
+        tensors = self.weights.plain_tensors()
+        delta.check(tensors)
+        return self._change_weights(lambda: delta.apply(tensors), delta.version)
 
     def update_adapter(self, source: Source, scale: float, name: str, version: str) -> tuple[int, int]:
         """Replace the adapters that are added to the weights from the start or from the last update."""

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -27,6 +28,7 @@ from slime.engines.embedded.openai_api import OpenAIApi
 from slime.engines.embedded.request_images import ImageReader
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.update_groups import UpdateGroups, read_bucket
+from slime.engines.embedded.weight_delta import DeltaUpdate
 from slime.engines.embedded.weight_update import (
     BadWeights,
     DiskSource,
@@ -107,6 +109,7 @@ class Server:
             "/continue_generation": self.continue_generation,
             "/update_weights_from_disk": self.update_weights_from_disk,
             "/update_weights_from_shared_memory": self.update_weights_from_shared_memory,
+            "/update_weights_from_delta": self.update_weights_from_delta,
             "/init_weights_update_group": self.join_group,
             "/destroy_weights_update_group": self.leave_group,
             "/update_weights_from_distributed": self.update_weights_from_group,
@@ -310,6 +313,13 @@ class Server:
             lambda: DiskSource(path), engine.weights, lambda source: engine.update_weights(source, version)
         )
         self.model_path = path
+        return _updated(version, count, nbytes, None)
+
+    async def update_weights_from_delta(self, body: dict[str, Any]) -> Any:
+        """Read a published delta while requests generate; only its application pauses them."""
+        folder, base, version = (text_of(body, name) for name in ("folder", "base_version", "weight_version"))
+        delta = await asyncio.to_thread(DeltaUpdate, Path(folder), base, version)
+        count, nbytes = await self.loop.call(self.engine.update_by_delta, delta)
         return _updated(version, count, nbytes, None)
 
     async def join_group(self, body: dict[str, Any]) -> Any:

@@ -236,6 +236,12 @@ class WeightStore:
             nbytes += tensor.numel() * tensor.element_size()
         return len(source.shapes), nbytes
 
+    def plain_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that can be changed in place, byte by byte."""
+        if self._block is not None:
+            raise BadWeights("the model came from FP8 blocks, which it no longer holds")
+        return self._tensors()
+
     @torch.no_grad()
     def differing(self, source: Source) -> list[str]:
         """Return names whose values differ from the source's in the model's dtype, or that it lacks."""

@@ -26,21 +26,19 @@ import numpy as np
 
 from slime.liveness import waits
 from slime.utils.files.checksums import sync_path
-from slime.weight_sync.delta.codec import DeltaError, apply, checksum_function, worker_pool
 from slime.weight_sync.delta.publication import (
     INDEX,
-    MANIFEST,
     DeltaEntry,
-    DeltaManifest,
     DeltaSource,
     Index,
-    TensorRecord,
     folder_name,
     is_at_least,
     read_index,
     replace_text,
 )
 from slime.weight_sync.disk import room_for
+from slime.wire.delta_codec import DeltaError, apply, checksum_function, worker_pool
+from slime.wire.delta_manifest import MANIFEST, DeltaManifest, TensorRecord
 
 logger = logging.getLogger(__name__)
 

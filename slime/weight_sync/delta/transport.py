@@ -23,24 +23,23 @@ import torch
 from slime.utils.files.checksums import sync_path
 from slime.utils.files.safetensors_files import write_index, write_tensors
 from slime.weight_sync.base import NamedTensors, SenderOptions, Transport, WeightBundle
-from slime.weight_sync.delta.codec import checksum_function, encode, worker_pool
-from slime.weight_sync.delta.local_copy import LocalCopy
+from slime.weight_sync.delta.local_copy import LocalCopy, find_route
 from slime.weight_sync.delta.publication import (
     INDEX,
-    MANIFEST,
     WANTED,
     DeltaEntry,
-    DeltaManifest,
     FolderSource,
     Index,
-    TensorRecord,
     folder_name,
+    read_index,
     replace_text,
 )
 from slime.weight_sync.delta.weight_agent import ask_agent
 from slime.weight_sync.disk import compare_with_folder, copy_config, room_for
 from slime.weight_sync.verify import reload_and_compare
 from slime.wire.control import EngineControl, Receipt
+from slime.wire.delta_codec import checksum_function, encode, worker_pool
+from slime.wire.delta_manifest import MANIFEST, DeltaManifest, TensorRecord
 from slime.wire.protocol import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -295,13 +294,13 @@ def _shards(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 # ---- the engines' side -------------------------------------------------------------------------------------
 
 
-async def prepare(bundle: WeightBundle, control: EngineControl) -> None:
-    """Bring the engine's copy to the version while the engine still generates."""
+async def prepare(bundle: WeightBundle, control: EngineControl, info: EngineInfo) -> None:
+    """Bring the engine's copy to the version while the engine still generates, if it will load the copy."""
     place: Published = bundle.payload
     agent = place.agents.get(control.url)
     if agent is not None:
         await ask_agent(agent, bundle.version, load=False)
-    else:
+    elif not await _deltas_for(place, bundle.version, control, info):
         await _local_folder(place, bundle.version)
 
 
@@ -310,10 +309,34 @@ async def deliver(bundle: WeightBundle, control: EngineControl, info: EngineInfo
     agent = place.agents.get(control.url)
     if agent is not None:
         await ask_agent(agent, bundle.version, load=True)
-    else:
+    elif not await _apply_deltas(place, bundle.version, control, info):
         folder = await _local_folder(place, bundle.version)
         await control.update_from_disk(str(folder), bundle.version)
     return Receipt(await control.version(), None, None, None)
+
+
+async def _deltas_for(
+    place: Published, version: str, control: EngineControl, info: EngineInfo
+) -> tuple[DeltaEntry, ...]:
+    """Return the deltas that the engine itself can apply to reach the version; none: it loads the copy."""
+    if not info.dialect.applies_deltas:
+        return ()
+    held = await control.loaded_version()
+    route = find_route(read_index(FolderSource(place.folder)), held, version)
+    return route.deltas if route is not None and route.full is None else ()
+
+
+async def _apply_deltas(place: Published, version: str, control: EngineControl, info: EngineInfo) -> bool:
+    """Have the engine apply the deltas to its own weights; False: it must load the copy."""
+    deltas = await _deltas_for(place, version, control, info)
+    try:
+        for entry in deltas:
+            assert entry.base is not None, "a delta has a base"
+            await control.update_from_delta(str(place.folder / entry.folder), entry.base, entry.version)
+    except RuntimeError as error:
+        logger.warning("Engine %s did not apply a delta, and loads the whole copy: %s", control.url, error)
+        return False
+    return bool(deltas)
 
 
 async def compare(

@@ -24,10 +24,11 @@ from slime.liveness import waits
 from slime.utils import http_utils
 from slime.utils.browser_guard import browser_guard, names_of_this_machine, token_guard
 from slime.utils.errors import RunStopped
-from slime.weight_sync.delta.codec import DeltaError
 from slime.weight_sync.delta.local_copy import LocalCopy
-from slime.weight_sync.delta.publication import INDEX, WANTED, DeltaSource, check_name, version_key
+from slime.weight_sync.delta.publication import INDEX, WANTED, DeltaSource, version_key
 from slime.wire.control import EngineControl
+from slime.wire.delta_codec import DeltaError
+from slime.wire.delta_manifest import check_name
 
 logger = logging.getLogger(__name__)
 

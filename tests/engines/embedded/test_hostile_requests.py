@@ -139,6 +139,7 @@ OTHER_ENDPOINTS = (
     "pause_generation",
     "update_weights_from_disk",
     "update_weights_from_shared_memory",
+    "update_weights_from_delta",
     "load_lora_adapter_from_shared_memory",
     "init_weights_update_group",
     "destroy_weights_update_group",

@@ -73,16 +73,19 @@ def encode(old: np.ndarray, new: np.ndarray, itemsize: int, encoding: str) -> tu
     return positions.size, zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(raw)
 
 
+def decode(payload: bytes, num_elements: int, itemsize: int) -> tuple[slice | np.ndarray, np.ndarray]:
+    """Return which elements of a tensor change, and a value for each; DeltaError: it is damaged."""
+    raw = _decompress(payload, limit=1 + _COUNT_BYTES + num_elements * (8 + itemsize))
+    try:
+        return _read(raw, num_elements, np.dtype(_UNSIGNED[itemsize]))
+    except (IndexError, ValueError) as error:
+        raise DeltaError(f"its payload does not fit a tensor of {num_elements} elements ({error})") from error
+
+
 def apply(payload: bytes, data: np.ndarray, itemsize: int, encoding: str) -> None:
     """Apply a payload to `data`, a flat array of bytes, in place; DeltaError is raised before any change."""
     elements = data.view(_UNSIGNED[itemsize])
-    raw = _decompress(payload, limit=1 + _COUNT_BYTES + elements.size * (8 + itemsize))
-    try:
-        where, values = _read(raw, elements)
-    except (IndexError, ValueError) as error:
-        raise DeltaError(
-            f"its payload does not fit a tensor of {elements.size} elements ({error})"
-        ) from error
+    where, values = decode(payload, elements.size, itemsize)
     if encoding == "xor":
         elements[where] ^= values
     else:
@@ -101,18 +104,17 @@ def _decompress(payload: bytes, limit: int) -> bytes:
         raise DeltaError(f"its payload is not a zstd frame ({error})") from error
 
 
-def _read(raw: bytes, elements: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:
-    """Return which elements change, and their values."""
+def _read(raw: bytes, num_elements: int, dtype: np.dtype) -> tuple[slice | np.ndarray, np.ndarray]:
     if raw[0] == _DENSE:
-        return slice(None), _from_planes(raw, 1, elements.size, elements.dtype)
+        return slice(None), _from_planes(raw, 1, num_elements, dtype)
     count = int.from_bytes(raw[1 : 1 + _COUNT_BYTES], "little")
-    gap_type, start = np.dtype(_gap_type(elements.size)), 1 + _COUNT_BYTES
-    if len(raw) != start + count * (gap_type.itemsize + elements.dtype.itemsize):
+    gap_type, start = np.dtype(_gap_type(num_elements)), 1 + _COUNT_BYTES
+    if len(raw) != start + count * (gap_type.itemsize + dtype.itemsize):
         raise ValueError(f"{len(raw)} bytes for {count} changed elements")
     positions = np.cumsum(_from_planes(raw, start, count, gap_type), dtype=np.uint64)
-    if count and positions[-1] >= elements.size:
+    if count and positions[-1] >= num_elements:
         raise ValueError(f"position {positions[-1]}")
-    return positions, _from_planes(raw, start + count * gap_type.itemsize, count, elements.dtype)
+    return positions, _from_planes(raw, start + count * gap_type.itemsize, count, dtype)
 
 
 def _gap_type(num_elements: int) -> type:
