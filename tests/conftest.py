@@ -53,7 +53,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Give all files whose tests look at the whole source to one worker, which parses it once."""
+    """Give all files whose tests read the whole source to one worker, which parses it once.
+
+    The same holds for the contracts of engines, which share a running engine.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     looking = {
@@ -65,7 +68,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     class OneParser(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "source trees" if file in looking else file
+            shared = "contracts" if file.startswith("tests/contracts/") else file
+            return "source trees" if file in looking else shared
 
     return OneParser(config, log) if config.getoption("dist") == "loadfile" else None
 

@@ -23,7 +23,7 @@ from slime.cli import launch
 from slime.preflight.all_checks import preflight
 from slime.utils.models.model_config import quantization_config
 
-pytest.importorskip("megatron.core", reason="flags of Megatron's are known where it is: make install")
+pytest.importorskip("megatron", reason="flags of Megatron's are known where it is: make install")
 pytest.importorskip("pyarrow", reason="a script reads parquet")
 
 from megatron_families import FAMILIES, make_checkpoint

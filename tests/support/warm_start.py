@@ -86,6 +86,7 @@ _READ_LATER += ("TORCHINDUCTOR_CACHE_DIR",)  # set by torch itself, once it comp
 _IGNORED: set[signal.Signals] = set()  # by whoever started the tests (nohup): new processes ignore them too
 _WORKER = "from slime.runtime.worker_main import main; main()"
 _SPAWNED = "from multiprocessing.spawn import spawn_main; "
+_FORK_SERVER = "from multiprocessing.forkserver import main; "
 _SWITCHES = ("-B", "-P")  # of an interpreter; the first follows from the environment
 _TESTS = "import sys;exec(eval(sys.stdin.readline()))"  # a worker of `pytest -n`, which imports it all, too
 # The first line of a program (`python -c`) of tests that may be started so: one that looks at no imports.
@@ -99,6 +100,7 @@ _SCRIPTS = (
     "trapped_rank.py",
     "live_rank.py",
     "stage_rank.py",
+    "group_rank.py",
     "minimal_loop.py",
     "run_cells.py",
 )
@@ -121,7 +123,7 @@ def _program(words: list[str]) -> tuple[str, str, list[str]] | None:
             return "-m", rest[1], rest[2:]
         case ["-u", "-c", code] if code == _TESTS:
             return "-c", code, []
-        case ["-c", code, *_] if code == _WORKER or code.startswith((_SPAWNED, WARM)):
+        case ["-c", code, *_] if code == _WORKER or code.startswith((_SPAWNED, _FORK_SERVER, WARM)):
             return "-c", rest[1], rest[2:]
         case [script, *_] if Path(script).name in _SCRIPTS or Path(script).parent.name == "benchmarks":
             return "script", script, rest[1:]
@@ -463,7 +465,7 @@ if __name__ == "__main__":
         _todo, _fds = serve(_owner)
         _owner.detach()  # closed with all others, its number is soon another's: nobody may close that one
         _become(_todo, _fds)
-        if _todo["what"] in (_ENGINE, _WORKER) or _todo["what"].startswith(_SPAWNED):
+        if _todo["what"] in (_ENGINE, _WORKER) or _todo["what"].startswith((_SPAWNED, _FORK_SERVER)):
             break  # they start no others
         try:
             _fork_template()
