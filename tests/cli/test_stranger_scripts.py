@@ -27,7 +27,7 @@ AS_SCRIPT = ("-c", "import sys; from slime.cli.main import main; sys.exit(main()
     [
         ("train", AS_MODULE, True),
         pytest.param("train", AS_SCRIPT, False, marks=pytest.mark.slow),
-        ("train-async", AS_MODULE, True),
+        pytest.param("train-async", AS_MODULE, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_strangers_train_py_is_never_imported(tmp_path, command, form, here):

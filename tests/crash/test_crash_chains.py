@@ -1,4 +1,4 @@
-"""A reduced set of the kills of `make test-crash`: of the synchronous and of a fully asynchronous loop."""
+"""A reduced set of the kills of `make test-crash`; of the synchronous loop among the slow tests."""
 
 from pathlib import Path
 
@@ -28,7 +28,8 @@ STARTS = {
 }
 
 
-CASES = [pytest.param(mode, marks=pytest.mark.slow) if "host" in mode else mode for mode in STARTS]
+FAST = "fully asynchronous"
+CASES = [mode if mode == FAST else pytest.param(mode, marks=pytest.mark.slow) for mode in STARTS]
 
 
 @pytest.mark.timeout(1800)

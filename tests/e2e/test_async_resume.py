@@ -3,7 +3,7 @@
 import pytest
 from loop_helpers import make_world, run_train, series
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 COMPARED = ("train/loss", "train/grad_norm", "rollout/raw_reward", "rollout/weight_version/min")
 ROLLOUTS, SAVED = 6, 2

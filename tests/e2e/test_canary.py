@@ -19,6 +19,7 @@ def checksums(world, name):
     return {file: record for file, record in manifest["files"].items() if file.endswith(".distcp")}
 
 
+@pytest.mark.slow
 def test_a_run_ends_bit_identical_with_and_without_it_and_with_rollout_workers(world):
     settings = {"num_rollout": 2, "deterministic_mode": True, "save_interval": 2, "rollout_temperature": 0.8}
     for name, interval, workers in (("with", 1, 2), ("without", 0, 1)):

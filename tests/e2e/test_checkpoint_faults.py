@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_named_and_the_run_goes_on_from_the_checkpoint_before(w
     assert chosen.returncode == 2 and f"or try --ckpt-step {LAST - 1}, the one before it" in chosen.stderr
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_disk_that_fills_up_in_mid_write_is_named_and_the_run_fails(world, trainer, background):
     name = f"full-{trainer}-{background}"

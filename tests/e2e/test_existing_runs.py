@@ -63,6 +63,12 @@ def test_the_same_command_resumes_a_run_of_an_earlier_version(archive, tmp_path)
     assert not found.violations and found.steps == list(range(NUM_ROLLOUT))
 
 
+@pytest.mark.parametrize(
+    "archive",
+    [pytest.param(path, marks=pytest.mark.slow if "async" in path.name else ()) for path in ARCHIVES],
+    ids=lambda path: path.name.removesuffix(".tar.gz"),
+    indirect=True,
+)
 def test_a_new_run_folder_continues_from_a_checkpoint_of_an_earlier_version(archive, tmp_path):
     command = unpack(archive, tmp_path)
     start(tmp_path, command, "--load", "checkpoints", "--save", "more", "--run-dir", "second")

@@ -115,6 +115,7 @@ def trainer_of(driver: psutil.Process) -> psutil.Process | None:
     return next((p for p in children(driver) if "slime.runtime.worker_main" in " ".join(cmdline(p))), None)
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_replaced_and_the_run_goes_on(world):
     (world / "wait").touch()
     process = start_train(world, "stopped", custom_rm_path=f"{world}/slow.py:reward", num_rollout=3)
@@ -126,6 +127,7 @@ def test_a_stopped_engine_is_replaced_and_the_run_goes_on(world):
     assert sorted(series(world, "stopped", "train/loss")) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_stopped_trainer_rank_ends_the_run_by_name(world):
     settings = {
         "custom_rm_path": f"{world}/slow.py:reward",
@@ -202,6 +204,7 @@ def test_a_run_that_stands_still_ends_with_who_waited_for_whom(world):
     assert "waits when it ended:" in status.stdout and "generating" in status.stdout
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_dying_stops_the_run_with_the_cause(world):
     process = start_train(
         world,
@@ -222,6 +225,7 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_the_cause(world):
     assert segments_of(process.pid) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_where_it_stands_writes_it_to_its_log_and_goes_on(world):
     (world / "wait").touch()
     process = start_train(world, "asked", custom_rm_path=f"{world}/slow.py:reward", num_rollout=2)
@@ -232,7 +236,10 @@ def test_a_run_that_is_asked_where_it_stands_writes_it_to_its_log_and_goes_on(wo
     assert "Current thread" in (world / "asked/logs/driver.log").read_text()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+INTERRUPTED = pytest.param(signal.SIGINT, marks=pytest.mark.slow)  # as in test_bad_input.py
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, INTERRUPTED])
 def test_the_end_of_the_driver_ends_everything(world, sent):
     name = f"end-{sent}"
     process = start_train(world, name, custom_rm_path=f"{world}/slow.py:reward", num_rollout=1000)

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_its_reward_rises(tmp_path):
     script, notebook = ROOT / "tests" / "support" / "run_cells.py", ROOT / "examples" / "own_task.ipynb"
     done = subprocess.run(

@@ -18,11 +18,13 @@ def numbers(world, run, **seeds):
     return [series(world, run, name) for name in NAMES]
 
 
-def test_changing_each_seed_flag_changes_what_is_sampled_and_trained(world):
-    plain = numbers(world, "plain")
-    by_seed = numbers(world, "by-seed", seed=7)
-    by_rollout_seed = numbers(world, "by-rollout-seed", rollout_seed=7)
-    for before, now in zip(plain, by_seed, strict=True):
-        assert before and before != now
-    for before, now in zip(plain, by_rollout_seed, strict=True):
+@pytest.fixture(scope="module")
+def plain(world):
+    return numbers(world, "plain")
+
+
+# By default the seed of rollouts is `--seed` (tests/arguments/test_seeds.py).
+@pytest.mark.parametrize("flag", ["seed", pytest.param("rollout_seed", marks=pytest.mark.slow)])
+def test_changing_a_seed_flag_changes_what_is_sampled_and_trained(world, plain, flag):
+    for before, now in zip(plain, numbers(world, flag, **{flag: 7}), strict=True):
         assert before and before != now

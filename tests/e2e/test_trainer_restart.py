@@ -16,7 +16,8 @@ from slime.utils.files.run_file import read_run
 from slime.utils.machine import shm
 from tests.crash.chains import MODES, metric_names, same, weights_of
 
-pytestmark = pytest.mark.timeout(1800)
+# The fast test of it is the fully asynchronous chain of tests/crash, which loses its trainer, too.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROLLOUTS = 5
 SMALL = {
     "num_rollout": ROLLOUTS,
@@ -84,7 +85,6 @@ def check_mode(world, mode, traps=TRAPS, *, tag="", **changes):
     return said
 
 
-@pytest.mark.slow
 def test_a_trainer_that_is_killed_four_times_changes_nothing(world, capsys):
     said = check_mode(world, "train.py")
     restarts = read_run(world / "struck-train.py").last.restarts
@@ -96,13 +96,11 @@ def test_a_trainer_that_is_killed_four_times_changes_nothing(world, capsys):
     assert f"trainer restarted {len(TRAPS)} times" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train_async.py", "fully asynchronous"])
 def test_so_it_is_in_the_asynchronous_loops(world, mode):
     check_mode(world, mode)
 
 
-@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.parametrize("peer_copies", [0, 1])
 def test_so_it_is_with_megatrons_tensor_parallel_ranks(world, peer_copies):
@@ -112,7 +110,6 @@ def test_so_it_is_with_megatrons_tensor_parallel_ranks(world, peer_copies):
     check_mode(world, "Megatron, two tensor-parallel ranks", traps, tag=f"-{peer_copies}", **more)
 
 
-@pytest.mark.slow
 def test_one_of_two_ranks_that_stops_is_replaced_with_the_other(world):
     two = {"actor_num_gpus_per_node": 2, "timeouts": "worker-silence=6"}
     code, said, _ = start(world, "calm-two", **two)
@@ -123,7 +120,6 @@ def test_one_of_two_ranks_that_stops_is_replaced_with_the_other(world):
     assert_same_end(world, "struck-two", "calm-two")
 
 
-@pytest.mark.slow
 def test_with_peer_copies_a_lost_rank_costs_one_step_bit_for_bit(world):
     two = {"actor_num_gpus_per_node": 2, "save_interval": 100}
     code, said, _ = start(world, "calm-copies", **two)
@@ -141,7 +137,6 @@ def test_with_peer_copies_a_lost_rank_costs_one_step_bit_for_bit(world):
     assert "-state-" not in " ".join(shm.list_segments("slime"))  # no other test makes copies
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "flip"])
 def test_a_damaged_copy_is_named_and_the_state_before_it_taken(world, how):
     sizes = {"save_interval": 2, "num_rollout": 4}
@@ -155,7 +150,6 @@ def test_a_damaged_copy_is_named_and_the_state_before_it_taken(world, how):
     assert_same_end(world, f"hurt-{how}", f"whole-{how}")
 
 
-@pytest.mark.slow
 def test_checkpoints_that_are_written_meanwhile_are_written_again(world):
     code, said, _ = start(world, "calm-late", async_save=True)
     assert code == 0, said[-4000:]
@@ -170,7 +164,6 @@ def test_a_step_that_was_lost_is_taken_again(tmp_path):
     check_mode(world, "train.py", [{"point": "optimizer", "nth": 2}], num_rollout=2)
 
 
-@pytest.mark.slow
 def test_a_loss_that_comes_again_ends_the_run_with_all_causes(world):
     traps = [{"point": "backward", "nth": 1}, {"point": "optimizer", "nth": 1}]
     code, said, _ = start(world, "ended", traps, save=None, save_interval=None, max_restarts=1)
@@ -179,7 +172,6 @@ def test_a_loss_that_comes_again_ends_the_run_with_all_causes(world):
     assert "; then step 1: trainer-0 was killed by signal 9" in said and "Traceback" not in said
 
 
-@pytest.mark.slow
 def test_a_mistake_in_the_users_code_is_not_tried_again(world):
     traps = [{"point": "backward", "nth": 1, "how": "raise"}]
     code, said, _ = start(world, "mistake", traps, save=None, save_interval=None)

@@ -15,7 +15,7 @@ from worker_target import Reporting, SlowToMake, Target, Unmade, Unreadable
 from slime.liveness import heartbeat, waits
 from slime.runtime.base import Call, WorkerSpec, gather, result_or_failure
 from slime.runtime.local import LocalRuntime
-from slime.runtime.placement import Slot
+from slime.runtime.placement import Placement, Slot
 from slime.runtime.worker_watch import WorkerSilent
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.machine import shm
@@ -342,6 +342,13 @@ def test_warnings_of_a_worker_that_may_live_in_the_driver_reach_its_log_too(made
     eventually(lambda: "rollout: engine-1 is restarted" in caplog.text)
     assert "not of ours" not in caplog.text
     handle.kill()
+
+
+def test_more_gpus_than_a_ray_cluster_has_are_refused_with_the_numbers(made):
+    plan = Placement((), (Slot(0, (0,)), Slot(1, tuple(range(100)), machine=1)))
+    said = r"needs machines with 1, 100 GPUs, and those of the Ray cluster have \d+(, \d+)*"
+    with pytest.raises(ValueError, match=said):
+        made.runtime("ray").claim(plan)
 
 
 def test_a_value_that_was_removed_from_the_shared_memory_is_dropped_and_missed_with_the_reason(made):
