@@ -13,9 +13,9 @@ BUDGETS: dict[str, int] = {
     "agent": 8290,
     "algorithms": 1970,
     "arguments": 6226,
-    "backends": 12186,
+    "backends": 12558,
     "batch": 1022,
-    "catalog": 1678,
+    "catalog": 1681,
     "cli": 7018,
     "cluster": 6781,
     "dashboard": 1720,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2304,
 }
-STATEMENTS = 54_224
+STATEMENTS = 54_430
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

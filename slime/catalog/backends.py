@@ -29,6 +29,7 @@ class Backend:
 _REBUILT = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "mimo", "kimi_k2"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
+    *("glm4_moe_lite", "minimax_m2", "glm_moe_dsa", "deepseek_v32"),
 )
 BACKENDS: dict[str, Backend] = {
     "fsdp": Backend(

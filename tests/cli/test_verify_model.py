@@ -187,6 +187,10 @@ FAMILIES = {
     "deepseek_v3": dict(num_key_value_heads=32),
     "qwen3_next": {},
     "qwen3_5": {},
+    "glm4_moe_lite": dict(num_key_value_heads=32),
+    "minimax_m2": {},
+    "glm_moe_dsa": dict(num_key_value_heads=32),
+    "deepseek_v32": dict(num_key_value_heads=32),
 }
 
 

@@ -39,12 +39,12 @@ def test_a_launch_line_starts(root, model, recipe):
 
 
 def test_what_fsdp_cannot_do_for_a_family_of_its_own_is_refused_by_name(root):
-    words = command_line("minimax_m2", "offloaded", root)
+    words = command_line("gpt_oss", "offloaded", root)
     layout = ["--pipeline-model-parallel-size", "2", "--context-parallel-size", "2"]
     args = parse_args([*words, *layout, "--moe-aux-loss-coeff", "0"])
     assert (args.pipeline_model_parallel_size, args.context_parallel_size) == (1, 1)
     (told,) = (text for text in args.warnings if text.startswith("--train-backend fsdp: "))
-    assert "is a minimax_m2" in told and "--pipeline-model-parallel-size" in told
+    assert "is a gpt_oss" in told and "--pipeline-model-parallel-size" in told
     with pytest.raises(ValueError, match=r"--hidden-dropout 0.1 changes what is trained"):
         parse_args([*words, "--hidden-dropout", "0.1"])
     with pytest.raises(ValueError, match="only --train-backend megatron reads it"):

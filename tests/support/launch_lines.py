@@ -45,9 +45,14 @@ MODELS = {
     "mimo": GROUPED + "--add-qkv-bias --mtp-num-layers 1",
     "qwen3_next": GROUPED + LINEAR,
     "qwen3_5": GROUPED + LINEAR + "--attention-output-gate --linear-attention-freq 4 --linear-key-head-dim 8",
-    "minimax_m2": GROUPED + "--spec slime_plugins.models.minimax_m2 get_minimax_m2_spec",
+    "minimax_m2": GROUPED.replace("--ffn-hidden-size 48", "--ffn-hidden-size 24")
+    + EXPERTS
+    + "--num-experts 8 --moe-router-topk 2 --moe-router-score-function sigmoid --qk-layernorm "
+    "--moe-router-enable-expert-bias --kv-channels 16 --rotary-percent 0.5 --moe-layer-freq [1]*4 "
+    "--spec slime_plugins.models.minimax_m2 get_minimax_m2_spec",
+    "gpt_oss": GROUPED + "--spec slime_plugins.models.gpt_oss get_gpt_oss_spec",
 }
-NOT_BUILT = ("minimax_m2",)  # by Megatron: FSDP trains them
+NOT_BUILT = ("gpt_oss",)  # by Megatron: FSDP trains them
 
 START = "--hf-checkpoint {root}/{model} --ref-load {root}/{model}_torch_dist "
 RESUMES = START + "--load {root}/{model}_slime/ --save {root}/{model}_slime/ --save-interval 20 "

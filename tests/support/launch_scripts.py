@@ -289,7 +289,7 @@ SCRIPTS = {
     ),
     "a router that runs already": job("qwen3", "--sglang-router-ip 127.0.0.1 --sglang-router-port 30000"),
     "another family: linear attention": job("qwen3_next", "--qwen-gdn-backend fla"),
-    "another family: experts of MiniMax": job("minimax_m2", "--moe-router-dtype fp32"),
+    "another family: experts of GPT-OSS": job("gpt_oss", "--moe-router-dtype fp32"),
     "a Hugging Face folder as reference and start": job("qwen3", "--ref-load ROOT/qwen3 --load ROOT/qwen3"),
     "eval in the shell": HEAD
     + 'NAME=qwen3; . ROOT/models/qwen3.sh; . ROOT/arrays.sh\nCMD="python3 train.py --colocate '
@@ -336,7 +336,7 @@ REFUSED = {
         "--load-forge-rollout-data is a flag of slime's or Megatron's that this version does not build yet",
     ),
     "replayed experts of a family that FSDP trains": (
-        job("minimax_m2", "--use-rollout-routing-replay"),
+        job("gpt_oss", "--use-rollout-routing-replay"),
         "--use-rollout-routing-replay is set, but only --train-backend megatron reads it",
     ),
 }

@@ -76,6 +76,8 @@ DELTA_NETS = dict(
 GATED_EXPERTS = dict(
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20
 )
+PLAIN_ROPE = dict(rope_type="default", rope_theta=1e4)
+DSA = EXPERTS | MLA | dict(index_topk=8, index_head_dim=12, index_n_heads=16, head_dim=8)
 # By the name used in the tests: the HF model type that computes the reference, and what differs from COMMON.
 FAMILIES = {
     "llama": ("llama", dict(head_dim=8, rope_parameters=LLAMA3)),
@@ -97,15 +99,32 @@ FAMILIES = {
     "deepseek_v3": ("deepseek_v3", EXPERTS | MLA),
     "deepseek_v3_plain": (
         "deepseek_v3",
-        EXPERTS
-        | MLA
-        | dict(
-            q_lora_rank=None, rope_interleave=False, rope_parameters=dict(rope_type="default", rope_theta=1e4)
+        EXPERTS | MLA | dict(q_lora_rank=None, rope_interleave=False, rope_parameters=PLAIN_ROPE),
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        EXPERTS | MLA | dict(n_group=1, topk_group=1, rope_parameters=PLAIN_ROPE),
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        dict(
+            head_dim=16,
+            intermediate_size=24,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            rope_parameters=PARTLY_ROTATED,
         ),
     ),
     "qwen3_next": ("qwen3_next", DELTA_NETS | GATED_EXPERTS | dict(mlp_only_layers=[1])),
     "qwen3_5": ("qwen3_5_text", DELTA_NETS),
     "qwen3_5_moe": ("qwen3_5_moe_text", DELTA_NETS | GATED_EXPERTS),
+    # Documents of the tests are longer and shorter than the number of selected keys.
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        DSA | dict(rope_parameters=PLAIN_ROPE, indexer_types=["full", "shared", "full", "shared", "full"]),
+    ),
+    "glm_moe_dsa_short": ("glm_moe_dsa", DSA | dict(index_topk=64, rope_parameters=PLAIN_ROPE)),
+    "deepseek_v32": ("deepseek_v32", DSA),
 }
 # MTP heads: prefix of their tensors, and the parts beside a decoder layer (norm of
 # the embedding, norm of the hidden state, the matrix that joins them, last norm).
@@ -116,9 +135,21 @@ MTP = {
     "qwen3_next": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
     "qwen3_5": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
     "qwen3_5_moe": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
+    "glm4_moe_lite": ("model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+    "glm_moe_dsa": ("model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+    "deepseek_v32": ("model.layers.4.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
 }
 LAYERS = COMMON["num_hidden_layers"]
 AROUND_ZERO = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # norms multiply by one more than their weight
+
+
+def families_of(request, names) -> list[str]:
+    """The names of families whose tests were selected: `-k minimax` builds no other model."""
+    tests = [item for item in request.session.items if item.fspath == request.node.fspath]
+    params = [item.callspec.params.get("name") if hasattr(item, "callspec") else None for item in tests]
+    if None in params:
+        return list(names)
+    return [name for name in names if any(param.split()[0] == name for param in params)]
 
 
 def make_checkpoint(folder: Path, name: str, **changes) -> tuple[str, str]:
@@ -152,8 +183,8 @@ def _split_mtp_heads(folder: Path, name: str) -> tuple[str, str]:
 
     prefix, (embedding_norm, hidden_norm, join, last_norm) = MTP[name]
     config = json.loads((folder / f"{name}-deep" / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:LAYERS]
+    for kinds in {"layer_types", "mlp_layer_types", "indexer_types"} & config.keys():
+        config[kinds] = config[kinds][:LAYERS]
     last = f"model.layers.{LAYERS}."
     tensors = load_file(folder / f"{name}-deep" / "model.safetensors")
     layer = prefix + "layers.0." * (name in AROUND_ZERO)
@@ -215,9 +246,11 @@ def mtp_log_probs(folder: Path, name: str) -> list[torch.Tensor]:
             x = torch.cat(both[::-1] if name == "mimo" else both, -1) @ join.T
             places = torch.arange(x.shape[1])[None]
             angles = deep.model.rotary_emb(x, places)
+            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None, None]
             x = deep.model.layers[LAYERS](
-                x, attention_mask=None, position_ids=places, position_embeddings=angles
+                x, attention_mask=causal, position_ids=places, position_embeddings=angles
             )
+            x = x[0] if isinstance(x, tuple) else x
             rows = torch.log_softmax(lm.lm_head(normed(x, last_norm))[0], -1)
         found = torch.full((len(ids),), float("nan"))
         found[2:] = rows[torch.arange(len(ids) - 2), ids[2:]]

@@ -11,7 +11,16 @@ from slime.backends.families.delta_nets import (
     QWEN3_NEXT,
 )
 from slime.backends.families.dense import GLM4, LLAMA, MIMO, QWEN2, QWEN3
-from slime.backends.families.mixtures import DEEPSEEK_V3, GLM4_MOE, KIMI_K2, QWEN3_MOE
+from slime.backends.families.mixtures import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GLM_MOE_DSA,
+    KIMI_K2,
+    MINIMAX_M2,
+    QWEN3_MOE,
+)
 from slime.catalog.backends import BACKENDS
 
 FAMILIES: dict[str, Family] = {
@@ -19,6 +28,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM4, GLM4_MOE, DEEPSEEK_V3, MIMO, KIMI_K2),
         *(QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5, QWEN3_5_MOE_TEXT, QWEN3_5_MOE),
+        *(GLM4_MOE_LITE, MINIMAX_M2, GLM_MOE_DSA, DEEPSEEK_V32),
     )
 }
 assert tuple(FAMILIES) == BACKENDS["megatron"].families, "the trainer's row names other families"

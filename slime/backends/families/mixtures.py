@@ -44,13 +44,12 @@ CORRECTION_BIAS = in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correctio
 def sigmoid_settings(hf: Any) -> dict[str, Any]:
     """Return settings of routers with sigmoid scores, a bias only for the choice, and groups of experts."""
     _refuse(hf)
-    dense = hf.first_k_dense_replace
     groups = hf.n_group if hf.n_group and hf.n_group > 1 else None
     return {
         "num_moe_experts": hf.n_routed_experts,
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts or None,
-        "moe_layer_freq": [int(layer >= dense) for layer in range(hf.num_hidden_layers)],
+        "moe_layer_freq": _sparse_layers(hf),
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -61,11 +60,19 @@ def sigmoid_settings(hf: Any) -> dict[str, Any]:
     }
 
 
+def _sparse_layers(hf: Any) -> list[int]:
+    """Return 1 for each layer that is a mixture; newer configs list the kinds of all layers."""
+    if (kinds := getattr(hf, "mlp_layer_types", None)) is not None:
+        return [int(kind == "sparse") for kind in kinds]
+    return [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)]
+
+
 def _refuse(hf: Any) -> None:
-    chosen, groups = hf.num_experts_per_tok, hf.n_group or 1
-    if not hf.norm_topk_prob or chosen == 1:
+    chosen, groups = hf.num_experts_per_tok, getattr(hf, "n_group", None) or 1
+    normed = getattr(hf, "norm_topk_prob", True)
+    if not normed or chosen == 1:
         raise ValueError(
-            f"{hf.model_type} with norm_topk_prob={hf.norm_topk_prob} and num_experts_per_tok={chosen}: "
+            f"{hf.model_type} with norm_topk_prob={normed} and num_experts_per_tok={chosen}: "
             "megatron-core divides sigmoid scores by their sum exactly where several experts are chosen; "
             "use --train-backend fsdp."
         )
@@ -113,6 +120,20 @@ def glm4_moe_settings(hf: Any) -> dict[str, Any]:
     )
 
 
+def minimax_settings(hf: Any) -> dict[str, Any]:
+    _refuse(hf)
+    return dense_settings(hf) | {
+        "norms_all_heads": True,
+        "num_moe_experts": hf.num_local_experts,
+        "moe_ffn_hidden_size": hf.intermediate_size,
+        "moe_layer_freq": [1] * hf.num_hidden_layers,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+    }
+
+
 def deepseek_settings(hf: Any) -> dict[str, Any]:
     refuse_biases(hf, "attention_bias")
     rope = hf.rope_parameters
@@ -128,7 +149,7 @@ def deepseek_settings(hf: Any) -> dict[str, Any]:
         "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
         "v_head_dim": hf.v_head_dim,
         "qk_layernorm": True,
-        "rotates_neighbours": bool(hf.rope_interleave),
+        "rotates_neighbours": bool(getattr(hf, "rope_interleave", True)),
         "rope_type": "rope",
         "rotary_scaling_factor": rope["factor"] if scaled else 1.0,
         "mscale_all_dim": rope["mscale_all_dim"] if scaled else 0.0,
@@ -136,6 +157,33 @@ def deepseek_settings(hf: Any) -> dict[str, Any]:
     return dense_settings(hf) | sigmoid_settings(hf) | mla
 
 
+def sparse_attention_settings(hf: Any) -> dict[str, Any]:
+    kinds = getattr(hf, "indexer_types", None) or ["full"] * hf.num_hidden_layers
+    return deepseek_settings(hf) | {
+        "index_topk": hf.index_topk,
+        "index_heads": hf.index_n_heads,
+        "index_head_dim": hf.index_head_dim,
+        # DeepSeek-V3.2 rotates halves in the indexer.
+        "index_rotates_neighbours": hf.model_type == "glm_moe_dsa",
+        "index_layers": [int(kind == "full") for kind in kinds[: hf.num_hidden_layers]],
+    }
+
+
+# Experts as Mixtral names them: w1 is the gate, w3 the up projection, w2 the down projection.
+MIXTRAL_EXPERTS = (
+    in_layer("mlp.router.weight", "block_sparse_moe.gate.weight", "replicated"),
+    in_layer("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias", "exact"),
+    in_layer(
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        ("block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"),
+        "gate_up",
+    ),
+    in_layer(
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        "block_sparse_moe.experts.{expert}.w2.weight",
+        "row",
+    ),
+)
 _MTP_PREFIX = "model.layers.{beyond}"
 _MTP_RULES = mtp_rules(_MTP_PREFIX, "enorm", "hnorm", "eh_proj", "shared_head.norm", "column")
 QWEN3_MOE = Family("qwen3_moe", qwen3_moe_settings, (*QWEN3.rules, *ROUTED))
@@ -158,4 +206,31 @@ DEEPSEEK_V3 = Family(
     mtp_prefix=_MTP_PREFIX,
     mtp_rules=_MTP_RULES,
 )
+_INDEXER = (
+    *(
+        in_layer(f"self_attention.indexer.{name}", f"self_attn.indexer.{name}", "replicated")
+        for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias")
+    ),
+    in_layer("self_attention.indexer.weights_proj.weight", "self_attn.indexer.weights_proj.weight", "exact"),
+)
+# DeepSeek-V3.2: DeepSeek-V3 with an indexer, which selects the keys that a token sees.
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    settings=sparse_attention_settings,
+    rules=(*DEEPSEEK_V3.rules, *_INDEXER),
+    layer_kinds=("indexed_attention",),
+)
+GLM_MOE_DSA = replace(DEEPSEEK_V32, model_type="glm_moe_dsa")  # GLM-5 to 5.2: layers can share a selection
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")  # a DeepSeek-V3 under another name
+GLM4_MOE_LITE = replace(DEEPSEEK_V3, model_type="glm4_moe_lite")  # GLM-4.7-Flash: the same tensors
+# MiniMax-M2: partly rotated heads, one norm over all queries and one over all keys, a mixture in every layer.
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    minimax_settings,
+    (
+        *(*OUTSIDE, *NORMS, *ATTENTION, *MIXTRAL_EXPERTS),
+        in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "column"),
+        in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "column"),
+    ),
+)

@@ -18,6 +18,8 @@ from slime.arguments import Args
 from slime.backends.families import family_of, num_mtp_heads, register_configs
 from slime.backends.megatron.megatron_groups import PARALLEL_SIZES
 from slime.backends.megatron.modules.mla import MLAConfig
+from slime.backends.megatron.modules.sparse_attention import SparseMLAConfig
+from slime.backends.megatron.modules.wide_norm import WideNormConfig
 
 # Fields of TransformerConfig that change what a layer computes and that none of these models uses: our
 # attention and norms do not read some of them, and would leave them without effect.
@@ -153,7 +155,12 @@ def transformer_config(
         "deterministic_mode": args.deterministic_mode,
         **_recompute(args),
     }
-    kind = MLAConfig if "multi_latent_attention" in settings else TransformerConfig
+    kinds = {
+        "index_topk": SparseMLAConfig,
+        "multi_latent_attention": MLAConfig,
+        "norms_all_heads": WideNormConfig,
+    }
+    kind = next((kinds[name] for name in kinds if name in settings), TransformerConfig)
     config = kind(**settings | values | overrides)
     _check_overlap(config)
     return config
@@ -170,7 +177,8 @@ def architecture(hf_config: Any) -> dict[str, Any]:
 def hub_facts(hf_config: Any) -> dict[str, Any]:
     """Return facts of the config that are flags of Megatron's command line but fields of no configuration."""
     rope = hf_config.rope_parameters
-    return {
+    norms = {"qk_layernorm": True} if "norms_all_heads" in family_of(hf_config).settings(hf_config) else {}
+    return norms | {
         "vocab_size": hf_config.vocab_size,
         "max_position_embeddings": hf_config.max_position_embeddings,
         "rotary_base": rope["rope_theta"],
@@ -293,6 +301,18 @@ def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.d
             "attention heads: use a divisor of that."
         )
     _check_delta_nets(hf_config.model_type, settings, tp, cp)
+    longest, limit = settings.get("index_topk"), args.rollout_max_context_len
+    if cp > 1 and longest is not None and (limit is None or limit > longest):
+        raise ValueError(
+            f"--context-parallel-size is {cp}, but a {hf_config.model_type} selects keys for samples of more "
+            f"than {longest} tokens (index_topk), which must be on one rank: use 1, or "
+            f"--rollout-max-context-len {longest}."
+        )
+    if settings.get("norms_all_heads") and settings["num_query_groups"] % tp:
+        raise ValueError(
+            f"--tensor-model-parallel-size is {tp}, but a {hf_config.model_type} has one norm over all "
+            f"its {settings['num_query_groups']} key-value heads: use a divisor of that."
+        )
     uneven = set(_UNEVEN) & set(args.megatron_config)
     if layers % (pp * (vpp or 1)) and not uneven:
         raise ValueError(

@@ -4,7 +4,7 @@ Documents are padded at their end where context parallelism cuts them into equal
 parallelism needs a divisible count. No real token sees the padding (the mask is causal); no loss reads it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,7 @@ class PackedStream(PackedSeqParams):
     nucleus: Nucleus | None = None  # of R_local rows; None: tokens were drawn from the whole vocabulary
     num_targets: int  # R
     real: Tensor  # [T] padded position of each token of the micro-batch
+    selected: dict[int, Tensor] = field(default_factory=dict)  # layer -> keys that later layers use, too
     routes: Routes | None = None  # set by `passes` for a mixture of experts
 
 

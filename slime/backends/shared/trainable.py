@@ -19,7 +19,10 @@ def freeze(args: Args, named: Named) -> None:
         return
     flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
     _check_patterns(flag, patterns, named)
-    trains = [_matches(flag, patterns, names) == bool(only) for names, _ in named]
+    # What never trains, such as an indexer, stays frozen.
+    trains = [
+        tensor.requires_grad and _matches(flag, patterns, names) == bool(only) for names, tensor in named
+    ]
     everywhere: list[bool | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, any(trains))
     if not any(everywhere):

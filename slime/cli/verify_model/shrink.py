@@ -15,9 +15,10 @@ EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 _KEY_VALUE_HEADS, _HEAD_DIM = 2, 16
 # Upper limits of sizes inside MLA.
 _MLA = dict(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+_MLA |= dict(index_n_heads=16, index_head_dim=16)  # of the indexer of sparse attention
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-_WINDOWS, WINDOW = ("sliding_window", "attention_chunk_size", "window_size"), 4
+_WINDOWS, WINDOW = ("sliding_window", "attention_chunk_size", "window_size", "index_topk"), 4
 # Upper limits of sizes inside layers with a recurrent state.
 _STATES = dict(hidden_size_per_layer_input=16, linear_num_key_heads=2, linear_num_value_heads=4)
 _STATES |= dict(mamba_n_heads=4, mamba_num_heads=4, rotary_dim=8, linear_key_head_dim=8)

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron_families import make_checkpoint
 from megatron_helpers import exported, in_processes, make_family, megatron_args
 
 from slime.backends.shared.hub_folder import CheckpointFolder
@@ -30,10 +31,14 @@ def load_and_save(rank: int, world_size: int, model: str, folder: str) -> dict:
     return results
 
 
-def test_every_layout_reads_fp8_blocks_and_saves_what_it_read(tmp_path):
-    make_family(tmp_path / "model", "qwen3_moe")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm_moe_dsa"])
+def test_every_layout_reads_fp8_blocks_and_saves_what_it_read(tmp_path, kind):
+    if kind == "qwen3_moe":
+        model = make_family(tmp_path / "model", kind)
+    else:
+        model = make_checkpoint(tmp_path, kind)[1]
     options = argparse.Namespace(block_size=(16, 16), scale_fmt=None)
-    fp8_folder.quantize(tmp_path / "model", tmp_path / "fp8", options)
+    fp8_folder.quantize(Path(model), tmp_path / "fp8", options)
     folder = CheckpointFolder(tmp_path / "fp8")
     expected = {name: folder.read(name).float() for name in folder.names}
     assert sum(folder.is_fp8(name) for name in expected) > len(expected) / 2

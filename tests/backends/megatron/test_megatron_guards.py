@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron_families import COMMON, FAMILIES
 from megatron_helpers import make_family, megatron_args
 
 from slime.backends.families.base import KINDS, DeltaDims, Dims, to_hub, to_local
@@ -13,6 +14,7 @@ from slime.backends.megatron.config import (
     read_hf_config,
     transformer_config,
 )
+from slime.backends.megatron.modules.sparse_attention import check_stage
 
 pytestmark = pytest.mark.megatron
 CPU = torch.device("cpu")
@@ -59,6 +61,34 @@ def test_impossible_layout_is_refused(dense, changes, ranks, message):
 def test_impossible_layout_of_experts_is_refused(moe, changes, ranks, message):
     with pytest.raises(ValueError, match=message):
         check_layout(megatron_args(moe, **changes), read_hf_config(moe), world_size=ranks, device=CPU)
+
+
+def config_of(name):
+    from transformers import AutoConfig
+
+    kind, extra = FAMILIES[name]
+    return AutoConfig.for_model(kind, **(COMMON | extra))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("glm_moe_dsa", dict(cp=2), r"than 8 tokens \(index_topk\).*--rollout-max-context-len 8"),
+        ("deepseek_v32", dict(cp=2, rollout_max_context_len=9), "must be on one rank: use 1"),
+        ("minimax_m2", dict(tp=4, sp=True), "one norm over all its 2 key-value heads"),
+    ],
+)
+def test_layouts_that_a_familys_attention_cannot_have_are_refused(name, changes, message):
+    args = megatron_args("model", **changes)
+    with pytest.raises(ValueError, match=message):
+        check_layout(args, config_of(name), world_size=4, device=CPU)
+
+
+def test_a_stage_that_needs_the_keys_another_one_selects_is_refused():
+    config = transformer_config(megatron_args("model"), config_of("glm_moe_dsa"), torch.float32, CPU)
+    check_stage(config, 2)
+    with pytest.raises(ValueError, match=r"layer 1, which uses the keys that layer 0 selects.* \[0, 2\]"):
+        check_stage(config, 1)
 
 
 def test_flag_that_contradicts_the_checkpoint_names_both(dense):

@@ -30,9 +30,11 @@ ONE = {
     "moe attention": ATTENTION,
     "deepseek_v3": {},
     "deepseek_v3 attention": LATENT,
+    "minimax_m2": {},
+    "glm_moe_dsa": {},
 }
 # Where no adapter is on experts: there both trainers have the same layers.
-ON_FSDP = [name for name in ONE if name not in ("moe", "deepseek_v3")]
+ON_FSDP = [name for name in ONE if name not in ("moe", "deepseek_v3", "minimax_m2", "glm_moe_dsa")]
 TWO = {
     "qwen3 tp2": dict(tp=2),
     "qwen3 tp2 sp": dict(tp=2, sp=True),
@@ -50,6 +52,8 @@ TWO = {
     "moe pp2": dict(pp=2),
     "deepseek_v3 tp2 sp ep2": dict(tp=2, sp=True, ep=2),
     "deepseek_v3 attention tp2 sp": dict(LATENT, tp=2, sp=True),
+    "minimax_m2 tp2 sp ep2": dict(tp=2, sp=True, ep=2),
+    "glm_moe_dsa tp2 sp": dict(tp=2, sp=True),
 }
 FOUR = {
     "qwen3 tp4": dict(tp=4, sp=True),  # more ranks than key-value heads
@@ -73,7 +77,7 @@ def models(folder):
         "tied": make_family(folder / "tied", "qwen3", tie_word_embeddings=True),
         "moe": make_family(folder / "moe", "qwen3_moe"),
         "glm4": make_checkpoint(folder, "glm4")[1],
-        "deepseek_v3": make_checkpoint(folder, "deepseek_v3")[1],
+        **{name: make_checkpoint(folder, name)[1] for name in ("deepseek_v3", "minimax_m2", "glm_moe_dsa")},
     }
 
 

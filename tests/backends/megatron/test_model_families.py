@@ -8,21 +8,38 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_families import COMMON, FAMILIES, MTP, family_cases, make_checkpoint, samples_of_tests
+from devices import rounding
+from megatron_families import (
+    COMMON,
+    FAMILIES,
+    MTP,
+    families_of,
+    family_cases,
+    make_checkpoint,
+    samples_of_tests,
+)
 from megatron_helpers import in_processes, megatron_args, save_and_resume
 
 from slime.backends.megatron.config import check_layout, read_hf_config, transformer_config
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
 
-LIMIT = 1e-5
+LIMIT = rounding(1e-5, 2e-4)
 DENSE = {"tp2": dict(tp=2), "tp2 sp": dict(tp=2, sp=True), "pp2": dict(pp=2), "cp2": dict(cp=2)}
 SPARSE = {"tp2 sp": dict(tp=2, sp=True), "pp2": dict(pp=2), "cp2": dict(cp=2), "ep2": dict(ep=2)}
-OTHERS = ("llama", "qwen2", "qwen3", "qwen3_moe")  # their layouts are in test_megatron_layouts
-LAYOUTS = {
-    name: {} if name in OTHERS else DENSE if name in ("glm4", "mimo", "qwen3_5") else SPARSE
-    for name in FAMILIES
+# The sparse attention of a long document needs all its keys on one rank.
+SELECTING = {name: SPARSE[name] for name in ("tp2 sp", "pp2", "ep2")}
+SELECTING |= {"tp2 sp recompute": dict(tp=2, sp=True, activation_checkpointing="full")}
+ROWS = {
+    "glm4": DENSE,
+    "mimo": DENSE,
+    "qwen3_5": DENSE,
+    "glm_moe_dsa": SELECTING,
+    "glm_moe_dsa_short": {"cp2": dict(cp=2, rollout_max_context_len=64)},
+    "deepseek_v32": {"tp2 sp": SPARSE["tp2 sp"], "pp2 vpp2": dict(pp=2, vpp=2)},
 }
+OTHERS = ("llama", "qwen2", "qwen3", "qwen3_moe")  # their layouts are in test_megatron_layouts
+LAYOUTS = {name: {} if name in OTHERS else ROWS.get(name, SPARSE) for name in FAMILIES}
 LAYOUTS["qwen3_next"] = SPARSE | {"vpp2": dict(pp=2, vpp=2)}  # stages with and without attention
 ONE = list(FAMILIES)
 TWO = [f"{name} {layout}" for name in FAMILIES for layout in LAYOUTS[name]]
@@ -55,16 +72,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def models(folder):
-    return {name: make_checkpoint(folder, name) for name in FAMILIES}
+def models(request, folder):
+    return {name: make_checkpoint(folder, name) for name in families_of(request, FAMILIES)}
 
 
 @pytest.fixture(scope="module")
 def one(folder, models):
     # The other trainer last: what lets Megatron run without CUDA stays in the
     # process, and must not change what it computes.
-    cases = {name: (models[name][0], {}) for name in FAMILIES}
-    cases |= {f"{name} fsdp": (models[name][1], dict(fsdp=True)) for name in FAMILIES}
+    cases = {name: (model, {}) for name, (model, _) in models.items()}
+    cases |= {f"{name} fsdp": (reference, dict(fsdp=True)) for name, (_, reference) in models.items()}
     return in_processes(1, family_cases, folder, cases, str(folder))
 
 
@@ -72,7 +89,7 @@ def one(folder, models):
 def two(folder, models):
     cases = {
         f"{name} {layout}": (models[name][0], settings)
-        for name in FAMILIES
+        for name in models
         for layout, settings in LAYOUTS[name].items()
     }
     return in_processes(2, family_cases, folder, cases, str(folder))
@@ -95,11 +112,13 @@ def test_a_change_of_any_tensor_would_be_noticed(models, one, name):
     token = samples_of_tests()[0].tokens[0]
     unnoticed = []
     for key, tensor in (*lm.named_parameters(), *lm.named_buffers()):
-        if "inv_freq" in key:
+        if "inv_freq" in key or ("indexer" in key and name == "glm_moe_dsa_short"):
             continue
         kept = tensor.data.clone()
         if "correction_bias" in key:
             tensor.data += torch.linspace(-2, 2, len(tensor))
+        elif "indexer" in key:
+            tensor.data += torch.randn_like(tensor)
         elif "mlp.gate.weight" in key:
             tensor.data[:, 0] += torch.linspace(-0.5, 0.5, len(tensor))
         elif tensor.ndim == 3:
@@ -119,12 +138,12 @@ def test_layers_with_further_parts_are_not_compiled_as_plain_ones(one, name, cou
 
 def check_training(found, reference):
     for (loss, norm), (expected_loss, expected_norm) in zip(found["steps"], reference["steps"], strict=True):
-        assert loss == pytest.approx(expected_loss, abs=2e-5)
-        assert norm == pytest.approx(expected_norm, rel=1e-4)
+        assert loss == pytest.approx(expected_loss, abs=rounding(2e-5, 2e-4))
+        assert norm == pytest.approx(expected_norm, rel=rounding(1e-4, 1e-3))
     assert found["after"].keys() == reference["after"].keys()
     for key, tensor in reference["after"].items():
         torch.testing.assert_close(
-            found["after"][key], tensor, rtol=0, atol=2e-6, msg=lambda m, k=key: f"{k}: {m}"
+            found["after"][key], tensor, rtol=0, atol=rounding(2e-6, 1e-4), msg=lambda m, k=key: f"{k}: {m}"
         )
     moved = max((reference["after"][k] - reference["before"][k]).abs().max() for k in reference["after"])
     assert moved > 1e-3, "the steps must change the weights for this comparison to mean something"

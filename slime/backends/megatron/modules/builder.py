@@ -25,6 +25,7 @@ from slime.backends.megatron.modules.layer_specs import block_spec
 from slime.backends.megatron.modules.layers import PackedCoreAttention
 from slime.backends.megatron.modules.model import PackedGPTModel, ScalarHead
 from slime.backends.megatron.modules.mtp import mtp_spec
+from slime.backends.megatron.modules.sparse_attention import Indexer
 
 # Dimension of a module's weight that is split over tensor-parallel ranks.
 _CUT = ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1))
@@ -54,6 +55,8 @@ def build_chunks(
                 if isinstance(module, TopKRouter):
                     # Before weights are read: the bias keeps its precision.
                     module._maintain_float32_expert_bias()
+                elif isinstance(module, Indexer):
+                    module.weights_proj.float()
     return chunks
 
 

@@ -11,6 +11,8 @@ from slime.backends.megatron.modules.grouped_experts import GroupedExperts
 from slime.backends.megatron.modules.layers import GatedSelfAttention, NormedAdd, PackedCoreAttention, RMSNorm
 from slime.backends.megatron.modules.mla import MLANorm, PackedMLA
 from slime.backends.megatron.modules.routing import PackedRouter, RoutedLayer
+from slime.backends.megatron.modules.sparse_attention import SparseMLA, SparseMLAConfig, check_stage
+from slime.backends.megatron.modules.wide_norm import WideNormConfig, wide_norms
 
 
 def layer_spec(
@@ -36,10 +38,12 @@ def layer_spec(
     outer.submodules.core_attention = attention
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if config.multi_latent_attention:
-        outer.module = PackedMLA
+        outer.module = SparseMLA if isinstance(config, SparseMLAConfig) else PackedMLA
         outer.submodules.q_layernorm = outer.submodules.kv_layernorm = MLANorm
     elif config.qk_layernorm:
         outer.submodules.q_layernorm = outer.submodules.k_layernorm = RMSNorm
+    elif isinstance(config, WideNormConfig):
+        outer.submodules.q_layernorm, outer.submodules.k_layernorm = wide_norms(config)
     if config.attention_output_gate:
         outer.module = GatedSelfAttention
     if delta_net:
@@ -63,6 +67,7 @@ def block_spec(
     """Return the spec of the layers that this pipeline stage (and virtual stage) builds."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    check_stage(config, first)
     pattern, delta_nets = moe_pattern(config), config.linear_attention_freq or [0] * config.num_layers
     specs = [
         layer_spec(
