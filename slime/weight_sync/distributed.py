@@ -87,7 +87,8 @@ class DistributedSender:
         causes = [f"engine {url}: {why}" for url, why in own.items()] or [f"{type(error).__name__}: {error}"]
         causes += [f"no reply by then from {', '.join(silent)}"] if silent else []  # maybe the cause
         broken = f"the group {self._group_name} broke: {'; '.join(causes)}"
-        self.failures = {target.url: own.get(target.url, broken) for target in self._targets}
+        # Every engine gets all causes, because with NCCL the healthy ones report an error too.
+        self.failures = {target.url: broken for target in self._targets}
         logger.warning("The broadcast of weights %s failed: %s", self._version, broken)
         # Ended here first: engines that still wait for the rest of the bucket see the connection close.
         group, self._group = self._group, None

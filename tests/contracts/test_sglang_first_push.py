@@ -105,7 +105,7 @@ def test_a_bundle_with_a_fault_is_noticed_and_the_tensor_named(first, options, o
         (name, f"0:{name}") for name in sent if name.endswith("layers.1.post_attention_layernorm.weight")
     )
     if fault == "wrong":
-        sent[name] = sent[name] + 1e-3
+        sent[name] = sent[name] + 0.1  # also another number in bf16
     if fault == "missing":
         del sent[name]
     if fault == "part of a fused one missing":

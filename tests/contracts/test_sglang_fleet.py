@@ -163,7 +163,8 @@ def test_two_stages_with_a_group_each_bring_both_servers_to_the_trainer_s_weight
     try:
         assert push("run:1", new_model, new_folder) == {} == push("run:2", old_model, tiny_folder)
         failures = push("run:3", new_model, new_folder, psutil.Process(fleet.pids[1]).kill)
-        assert fleet.num_restarts == restarts + 1
+        # NCCL may end the process of the survivor too, which then starts again.
+        assert 1 <= fleet.num_restarts - restarts <= (1 if DEVICE == "cpu" else 2)
         assert "slime-pp_1" in failures[fleet.urls[0]] and fleet.urls[1] in failures[fleet.urls[0]]
         assert push("run:4", old_model, tiny_folder) == {}
     finally:
@@ -174,6 +175,8 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_say_which_token_is_wh
     servers, options, old_model, new_model
 ):
     _, weights, engines = servers
+    if not engines[0].can.dialect.has_spans:
+        pytest.skip("this release of SGLang does not report the version of each token")
     sender, bundle = make_bundle("http_tensor", options, new_model, "run:1")
 
     async def start():

@@ -29,7 +29,7 @@ def rounding(on_cpu: float, on_gpu: float) -> float:
     return on_cpu if DEVICE == "cpu" else on_gpu
 
 
-# How closely log-probs of an engine agree with those of the plain model on the CPU: a GPU multiplies in TF32.
-CLOSE = rounding(1e-4, 2e-2)
+# How closely log-probs of an engine agree with those of the plain fp32 model: on a GPU SGLang uses bf16.
+CLOSE = rounding(1e-4, 0.3)
 # How closely the metrics of two layouts agree, as arguments of pytest.approx.
 SAME = {"rel": rounding(1e-4, 1e-3), "abs": rounding(1e-5, 1e-4)}

@@ -68,7 +68,8 @@ def served_by_embedded(model: Path, log: Path, **changes) -> Iterator[tuple[Engi
         shm.unlink_prefix(prefix)
 
 
-# Flags of a small server, on either device.
+# Flags and precision of a small server, on either device.
+SGLANG_DTYPE = "float32" if DEVICE == "cpu" else "bfloat16"
 SMALL_SGLANG = ("--max-running-requests", "8", "--max-total-tokens", "8192")
 if DEVICE != "cpu":
     SMALL_SGLANG += ("--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-cuda-graph")
@@ -85,7 +86,7 @@ def sglang_python() -> str:
 
 def small_sglang_plan(name: str, model: Path, log: Path, *extra: str, **changes: Any) -> LaunchPlan:
     """Return the plan of a real SGLang server on the device of the tests; changes are for SGLangOptions."""
-    token, given = changes.pop("token", None), dict(dtype="float32", tensor_parallel=1, seed=0)
+    token, given = changes.pop("token", None), dict(dtype=SGLANG_DTYPE, tensor_parallel=1, seed=0)
     given |= dict(cpu=DEVICE == "cpu", memory_saver=False, extra=(*SMALL_SGLANG, *extra))
     options = SGLangOptions(python=sglang_python(), model_path=str(model), **given | changes)
     env = thread_environment(1) | engine_variables(name)

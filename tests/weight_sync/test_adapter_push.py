@@ -11,7 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices import CLOSE, DEVICE
-from engine_under_test import SMALL_SGLANG, largest_difference, sglang_python, small_embedded_command
+from engine_under_test import (
+    SGLANG_DTYPE,
+    SMALL_SGLANG,
+    largest_difference,
+    sglang_python,
+    small_embedded_command,
+)
 from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, random_samples, trainer_args
 
@@ -78,13 +84,13 @@ def engines(request, model, tmp_path_factory):
 
 
 def embedded(model: Path, prefix: str):
-    return small_embedded_command(model, prefix, await_weights=True)
+    return small_embedded_command(model, prefix, await_weights=True, device=DEVICE)
 
 
 def sglang(model: Path, prefix: str):
     limits, python = list(SMALL_SGLANG), sglang_python()
     lora = {"lora_sync": "adapter", "lora_rank": 4, "lora_target_modules": ["all-linear"]}
-    args = default_args(sglang_python=python, dtype="float32", sglang_options=limits, seed=0, **lora)
+    args = default_args(sglang_python=python, dtype=SGLANG_DTYPE, sglang_options=limits, seed=0, **lora)
     place = EnginePlace("engine-0", "default", "regular", 0, (), 1)
     gpus = () if DEVICE == "cpu" else (0,)
     return run_command(args, EngineSite(str(model), True, place, gpus, "127.0.0.1", prefix, 1))
@@ -93,7 +99,10 @@ def sglang(model: Path, prefix: str):
 @pytest.fixture
 def sender(engines, trainer, tmp_path):
     fleet, weights, prefix = engines
-    transport = transport_of(choose_adapter_transport(weights.info(fleet.urls[0]).transports))
+    offered = weights.info(fleet.urls[0]).transports
+    if not any(name.startswith("adapter") for name in offered):
+        pytest.skip("this release of SGLang takes no adapters over HTTP")
+    transport = transport_of(choose_adapter_transport(offered))
     options = SenderOptions(prefix, tmp_path, "model", adapter_config=trainer[0].adapter_config())
     made = transport.make_sender(options)
     yield made
