@@ -17,7 +17,7 @@ BUDGETS: dict[str, int] = {
     "batch": 1022,
     "catalog": 1681,
     "cli": 7018,
-    "cluster": 6781,
+    "cluster": 6785,
     "dashboard": 1720,
     "data": 1010,
     "engines": 7005,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2304,
 }
-STATEMENTS = 54_430
+STATEMENTS = 54_444
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

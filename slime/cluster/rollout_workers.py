@@ -67,10 +67,12 @@ class RolloutWorkers:
         names = [f"rollout-worker-{number}" for number in range(args.rollout_workers)]
         self._workers = [_Worker(name, self._spawn(name)) for name in names]
         gather([worker.handle.call(RolloutWorker.ready) for worker in self._workers], _START_S)
-        for worker in self._workers:
-            threading.Thread(
-                target=self._follow, args=(worker,), name=f"{worker.name}-news", daemon=True
-            ).start()
+        self._followers = [
+            threading.Thread(target=self._follow, args=(worker,), name=f"{worker.name}-news", daemon=True)
+            for worker in self._workers
+        ]
+        for follower in self._followers:
+            follower.start()
         logger.info("Groups are generated and scored by %d rollout workers.", len(names))
 
     def _spawn(self, name: str) -> Handle[RolloutWorker]:
@@ -220,3 +222,5 @@ class RolloutWorkers:
         self._call_all(lambda handle: handle.call(RolloutWorker.close))
         for worker in self._workers:
             worker.handle.kill()
+        for follower in self._followers:  # a thread that still runs while the interpreter ends may crash it
+            follower.join(_END_S)

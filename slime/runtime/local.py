@@ -37,6 +37,8 @@ from slime.utils.machine.children import (
 )
 from slime.utils.machine.run_identity import LOOPBACK
 
+_JOIN_S = 5.0  # an ended process that left its socket to a child may keep its reader waiting
+
 
 class _Lane:
     """A daemon thread that runs calls in order: a call that never ends cannot keep the driver alive."""
@@ -88,7 +90,8 @@ class ProcessHandle(WorkerHandle[T]):
         self._exit: int | None = None
         with contextlib.suppress(AttributeError, OSError):
             self._exit = os.pidfd_open(self.pid)
-        threading.Thread(target=self._read, name=f"{self.name}-answers", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name=f"{self.name}-answers", daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -135,6 +138,11 @@ class ProcessHandle(WorkerHandle[T]):
     def kill(self) -> None:
         self.ended_here = True
         stop_process(self._process, grace_s=0.0)
+
+    def join_reader(self) -> None:
+        """Wait for the thread that reads answers: if it ran while the interpreter ends, that might crash."""
+        if threading.current_thread() is not self._reader:
+            self._reader.join(_JOIN_S)
 
     # ---- what the watch over heartbeats asks ---------------------------------------------------------------
 
@@ -229,6 +237,12 @@ class LocalRuntime(RuntimeWithWorkers[ProcessHandle[Any]]):
         handle.send(WORK, MAKE, (f"{cls.__module__}.{cls.__qualname__}", *args), kwargs)
         self._hold(handle)
         return handle
+
+    def close(self) -> None:
+        handles = list(self._workers)
+        super().close()
+        for handle in handles:
+            handle.join_reader()
 
     def dump_stacks(self) -> list[str]:
         """Ask all workers and engines; a stopped one writes its stacks when it is resumed."""

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,4 @@ def workers_of(folder, args, info, durable=None):
         current.use(None)
         workers.close()
         runtime.close()
+        assert not [thread for thread in threading.enumerate() if "rollout-worker" in thread.name]
