@@ -112,6 +112,12 @@ PLUGIN_POINTS = (
         when="on each finished group: keep it or drop it",
     ),
     PluginPoint(
+        "curriculum",
+        positional=("args", "epoch", "samples", "pass_rates"),
+        returns="the places of all samples in the order in which the epoch visits them",
+        when="at the start of each epoch; a pass rate is the mean reward of a prompt's latest group, or None",
+    ),
+    PluginPoint(
         "buffer_filter_path",
         positional=("args", "rollout_id", "buffer", "num_samples"),
         returns="the groups that it took out of the buffer",

@@ -12,28 +12,28 @@ PACKAGE = Path(__file__).parent.parent / "slime"
 BUDGETS: dict[str, int] = {
     "agent": 8290,
     "algorithms": 1970,
-    "arguments": 6226,
+    "arguments": 6237,
     "backends": 12558,
     "batch": 1022,
-    "catalog": 1681,
-    "cli": 7018,
+    "catalog": 1704,
+    "cli": 7020,
     "cluster": 6785,
     "dashboard": 1720,
-    "data": 1010,
+    "data": 1014,
     "engines": 7005,
     "liveness": 1212,
     "observability": 2376,
     "preflight": 2185,
     "record": 2585,
-    "rollout": 6660,
+    "rollout": 6755,
     "runtime": 1690,
     "simulation": 2020,
     "step": 1820,
     "utils": 5829,
     "weight_sync": 2397,
-    "wire and rest": 2304,
+    "wire and rest": 2310,
 }
-STATEMENTS = 54_444
+STATEMENTS = 54_570
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -13,6 +13,7 @@ from slime import arguments
 from slime.arguments.all_flags import all_specs
 from slime.arguments.core.flag import FlagSpec
 from slime.catalog.backends import BACKENDS
+from slime.catalog.curricula import CURRICULA
 from slime.catalog.datasets import DATASET_FORMATS
 from slime.catalog.engines import ENGINES
 from slime.catalog.environments import ENVIRONMENTS
@@ -38,6 +39,7 @@ CATALOG: dict[str, Mapping[str, Any]] = {
     "`--rm-type`": REWARDS,
     "`--sandbox`": SANDBOXES,
     "`--prompt-data`": DATASET_FORMATS,
+    "`--curriculum`": CURRICULA,
     "`--env`": ENVIRONMENTS,
     "`--rollout-engine`": ENGINES,
     "`--train-backend`": BACKENDS,

@@ -125,8 +125,12 @@ class Dataset:
             logger.info("%s: %d of %d prompts have at most %s tokens", name, len(kept), len(read), max_length)
         self.origin_samples = kept
         self.seed = seed
+        self.unshuffle()
+
+    def unshuffle(self) -> None:
+        """Put the samples in the order of the files."""
         self.epoch_id = -1  # -1: file order, no epoch has been shuffled
-        self.order: list[int] = list(range(len(kept)))
+        self.order: list[int] = list(range(len(self.origin_samples)))
 
     def shuffle(self, epoch_id: int) -> None:
         """Put the samples in the order of epoch `epoch_id`."""

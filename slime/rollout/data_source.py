@@ -15,6 +15,7 @@ from typing import Any
 from slime.arguments import PluginArgs, with_defaults
 from slime.catalog.datasets import ENDINGS
 from slime.data.dataset import Dataset
+from slime.rollout.curriculum import PROMPT_KEY, Curriculum
 from slime.rollout.ledger import Ledger
 from slime.rollout.prompt_formats import training_format
 from slime.rollout.prompt_groups import (
@@ -158,6 +159,9 @@ class RolloutDataSource(DataSource):
         self.metadata: dict[str, Any] = {}
         self.journal = CountingJournal()
         self.dataset = build_dataset(args) if args.rollout_global_dataset else None
+        self.curriculum: Curriculum | None = None
+        if self.args.curriculum and self.dataset is not None:
+            self.curriculum = Curriculum(self.args, self.args.curriculum, self.dataset)
         self._order_epoch()
 
     def get_samples(self, num_samples: int) -> list[Group]:
@@ -170,6 +174,8 @@ class RolloutDataSource(DataSource):
 
     def settle(self, groups: Sequence[Group], outcome: Outcome, reason: str | None = None) -> None:
         self.journal.consumed(groups, outcome, reason)
+        if self.curriculum is not None:
+            self.curriculum.scored(groups)
 
     def __len__(self) -> int:
         return len(self.dataset) if self.dataset is not None else 0
@@ -184,12 +190,22 @@ class RolloutDataSource(DataSource):
                 self.sample_offset = 0
                 self._order_epoch()
             prompts.append(self.dataset[self.sample_offset])
+            if self.curriculum is not None:
+                prompts[-1].metadata[PROMPT_KEY] = self.dataset.order[self.sample_offset]
             self.sample_offset += 1
         return prompts
 
-    def _order_epoch(self) -> None:
-        if self.dataset is not None and self.args.rollout_shuffle:
+    def _order_epoch(self, saved: dict[str, Any] | None = None) -> None:
+        if self.dataset is None:
+            return
+        if self.curriculum is not None:
+            self.dataset.unshuffle()
+        if self.args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
+        if self.curriculum is not None and saved is not None:
+            self.curriculum.load_state_dict(saved, self.epoch_id)
+        elif self.curriculum is not None:
+            self.curriculum.order_epoch(self.epoch_id)
 
     def _make_group(self, prompt: Sample) -> Group:
         group = [copy_sample(prompt) for _ in range(self.args.n_samples_per_prompt)]
@@ -208,6 +224,7 @@ class RolloutDataSource(DataSource):
             "num_prompts": len(self),
             "prompts": self.dataset.digest if self.dataset is not None else None,
             "counts": dict(self.journal.counts),
+            **({"curriculum": self.curriculum.state_dict()} if self.curriculum is not None else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -224,7 +241,7 @@ class RolloutDataSource(DataSource):
             setattr(self, name, state[name])
         self.metadata = dict(state["metadata"])
         self.journal.restore(state.get("counts"))
-        self._order_epoch()
+        self._order_epoch(state.get("curriculum", {}))
 
     def save(self, rollout_id: int) -> None:
         """Do nothing: a checkpoint of the run holds `state_dict`."""

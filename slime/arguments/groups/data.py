@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import flag, needs, stays_on
+from slime.catalog.curricula import CURRICULA
 from slime.catalog.datasets import DATASET_FORMATS
 from slime.utils.templates import template_parts
 
@@ -32,6 +33,14 @@ class DataFlags:
     num_epoch: int | None = flag(None, "passes over the prompts, instead of --num-rollout", ge=1)
     start_rollout_id: int | None = flag(None, "first rollout id; default: after the loaded checkpoint", ge=0)
     rollout_shuffle: bool = flag(False, "shuffle prompts in each epoch", only_with=SHARED_DATASET)
+    curriculum: str | None = flag(
+        None,
+        "order of the prompts within an epoch; "
+        + "; ".join(f"{name}: {row.help}" for name, row in CURRICULA.items())
+        + "; or your function",
+        metavar="NAME",
+        only_with=SHARED_DATASET,
+    )
     rollout_seed: int = flag(
         42, "seed of the shuffle and of per-request sampling seeds; where --seed is given, that one", ge=0
     )
@@ -64,7 +73,9 @@ class DataFlags:
 
 
 def columns(draft: Draft) -> None:
-    """Refuse an invalid template or pattern before any row is read."""
+    """Resolve a named curriculum; refuse an invalid template or pattern before any row is read."""
+    if draft.curriculum in CURRICULA:
+        draft.derive("curriculum", CURRICULA[draft.curriculum].function, f"curriculum {draft.curriculum}")
     if draft.prompt_template is not None:
         if draft.was_given("input_key"):
             raise ValueError("--input-key and --prompt-template both define the prompt; keep one.")
