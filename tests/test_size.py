@@ -12,11 +12,11 @@ PACKAGE = Path(__file__).parent.parent / "slime"
 BUDGETS: dict[str, int] = {
     "agent": 8290,
     "algorithms": 1970,
-    "arguments": 6237,
-    "backends": 12558,
+    "arguments": 6260,
+    "backends": 12639,
     "batch": 1022,
-    "catalog": 1704,
-    "cli": 7020,
+    "catalog": 1730,
+    "cli": 7022,
     "cluster": 6785,
     "dashboard": 1720,
     "data": 1014,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2310,
 }
-STATEMENTS = 54_570
+STATEMENTS = 54_650
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

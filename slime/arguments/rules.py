@@ -59,6 +59,7 @@ RULES: tuple[Rule, ...] = (
     off_policy.off_policy,
     training.derive_batch,
     micro_batches.micro_batches,
+    training.optimizer,
     training.learning_rate,
     rewards.reward_shaping,
     rewards.rewards,

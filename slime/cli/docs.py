@@ -19,6 +19,7 @@ from slime.catalog.engines import ENGINES
 from slime.catalog.environments import ENVIRONMENTS
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.metrics import METRICS
+from slime.catalog.optimizers import OPTIMIZERS
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
 from slime.catalog.rewards import REWARDS
 from slime.catalog.sandboxes import SANDBOXES
@@ -36,6 +37,7 @@ CATALOG: dict[str, Mapping[str, Any]] = {
     "`--advantage-estimator`": ESTIMATORS,
     "`--policy-loss-type`": POLICY_LOSSES,
     "`--loss-reduction`": REDUCTIONS,
+    "`--optimizer`": OPTIMIZERS,
     "`--rm-type`": REWARDS,
     "`--sandbox`": SANDBOXES,
     "`--prompt-data`": DATASET_FORMATS,

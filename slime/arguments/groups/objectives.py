@@ -6,6 +6,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import both, either, flag, having, lacks, needs
 from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.loss_types import LOSS_TYPES
+from slime.catalog.optimizers import OPTIMIZERS
 
 PAIR_LOSSES = tuple(name for name, row in LOSS_TYPES.items() if row.has_pairs)
 SUPERVISED_LOSSES = tuple(name for name, row in LOSS_TYPES.items() if row.is_supervised)
@@ -28,7 +29,7 @@ REFERENCE = either(needs("use_kl_loss"), needs("kl_coef"), needs("loss_type", "d
 OLD_LOG_PROBS = both(needs("loss_type", "policy_loss"), lacks("use_rollout_logprobs"))
 
 
-HAS_MOMENTS = needs("optimizer", "adam", harmless=True)
+HAS_MOMENTS = needs("optimizer", *having(OPTIMIZERS, "moments"), harmless=True)
 
 
 @dataclass

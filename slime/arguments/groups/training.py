@@ -7,6 +7,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import flag, having, lacks, needs
 from slime.arguments.groups.objectives import NOT_PAIRS
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
+from slime.catalog.optimizers import OPTIMIZERS
 
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}  # bytes of one number, by precision
 
@@ -16,6 +17,7 @@ OWN_LOSS = needs("loss_type", "custom_loss", harmless=True)
 BY_SAMPLES = lacks("use_dynamic_batch_size", harmless=True)
 DECAYS = lacks("lr_decay_style", "constant", said_by="lr_decay_style")
 ADAM = needs("optimizer", "adam", harmless=True)
+USES_ADAM = needs("optimizer", *having(OPTIMIZERS, "uses_adam"), harmless=True)
 OFFLOADED = needs("optimizer_cpu_offload", harmless=True)
 MEGATRON_GRADIENTS = needs("train_backend", *having(BACKENDS, "takes_megatron_flags"))
 
@@ -67,7 +69,11 @@ class TrainingFlags:
 class OptimizerFlags:
     """Optimizer."""
 
-    optimizer: str = flag("adam", "optimizer (adam is AdamW)", choices=("adam", "sgd"))
+    optimizer: str = flag(
+        "adam",
+        "; ".join(f"{name}: {row.help}" for name, row in OPTIMIZERS.items()),
+        choices=tuple(OPTIMIZERS),
+    )
     lr: float = flag(1e-6, "learning rate", ge=0)
     min_lr: float = flag(0.0, "learning rate at the end of the decay", ge=0, only_with=DECAYS)
     lr_decay_style: str = flag("constant", "schedule after warm-up", choices=("constant", "linear", "cosine"))
@@ -79,9 +85,9 @@ class OptimizerFlags:
         None, "optimizer steps until --min-lr; default: the whole run", ge=1, only_with=DECAYS
     )
     weight_decay: float = flag(0.01, "weight decay (decoupled)", ge=0)
-    adam_beta1: float = flag(0.9, "first-moment decay", ge=0, lt=1, only_with=ADAM)
-    adam_beta2: float = flag(0.999, "second-moment decay", ge=0, lt=1, only_with=ADAM)
-    adam_eps: float = flag(1e-8, "added to the denominator of Adam", gt=0, only_with=ADAM)
+    adam_beta1: float = flag(0.9, "first-moment decay", ge=0, lt=1, only_with=USES_ADAM)
+    adam_beta2: float = flag(0.999, "second-moment decay", ge=0, lt=1, only_with=USES_ADAM)
+    adam_eps: float = flag(1e-8, "added to the denominator of Adam", gt=0, only_with=USES_ADAM)
     optimizer_cpu_offload: bool = flag(
         False, "keep Adam's moments in host memory, with the same bits", only_with=ADAM
     )
@@ -173,6 +179,21 @@ def count(number: int, noun: str) -> str:
 
 def _nearest_divisor(total: int, wanted: int) -> int:
     return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
+def optimizer(draft: Draft) -> None:
+    name, trainer = draft.optimizer, draft.train_backend
+    if trainer not in OPTIMIZERS[name].trainers:
+        raise ValueError(
+            f"--optimizer {name} with --train-backend {trainer}: an update needs whole matrices, and "
+            f"{trainer}'s optimizer holds flat pieces of them; use --train-backend "
+            f"{' or '.join(OPTIMIZERS[name].trainers)}, or --optimizer adam."
+        )
+    if name == "muon" and draft.fsdp_cpu_offload:
+        raise ValueError(
+            "--optimizer muon with --fsdp-cpu-offload: the products of an update would run on the CPU; "
+            "remove --fsdp-cpu-offload, or use --optimizer adam."
+        )
 
 
 def learning_rate(draft: Draft) -> None:

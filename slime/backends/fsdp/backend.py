@@ -40,6 +40,7 @@ from slime.backends.fsdp.expert_watch import ExpertWatch
 from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers, require_input_gradient
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, reshard, shard
+from slime.backends.fsdp.muon import Muon, hidden_matrices
 from slime.backends.fsdp.scalar_model import PackedLM, PackedScalarLM
 from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.shared.checkpoint_errors import plain_errors
@@ -94,7 +95,7 @@ class FSDPBackend(TrainBackend):
                 "need every sample whole; remove it."
             )
         self.working = self._place(self.model, None if random_weights else self.start)
-        self.optimizer = build_optimizer(args, self.model.lm.parameters())
+        self.optimizer = build_optimizer(args, self.model.lm)
         self._host = HostMemory()
         self.copies = WeightCopies(lambda: [local(p.data) for p in self.model.parameters()])
 
@@ -397,10 +398,13 @@ class FSDPBackend(TrainBackend):
             self._host.move_state(self.optimizer, device)
 
 
-def build_optimizer(args: Args, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Two parameter groups: matrices with weight decay; vectors (norms, biases) without."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    matrices, vectors = ([p for p in trained if (p.ndim > 1) is matrix] for matrix in (True, False))
+def build_optimizer(args: Args, lm: nn.Module) -> torch.optim.Optimizer:
+    """Two parameter groups: matrices with weight decay; vectors (norms, biases) without. Muon has a third."""
+    trained = [parameter for parameter in lm.parameters() if parameter.requires_grad]
+    hidden = hidden_matrices(lm) if args.optimizer == "muon" else []
+    chosen = {id(parameter) for parameter in hidden}
+    others = [parameter for parameter in trained if id(parameter) not in chosen]
+    matrices, vectors = ([p for p in others if (p.ndim > 1) is matrix] for matrix in (True, False))
     decays = ((matrices, args.weight_decay), (vectors, 0.0))
     groups: list[dict[str, Any]] = [{"params": own, "weight_decay": decay} for own, decay in decays if own]
     if args.optimizer == "sgd":
@@ -408,6 +412,8 @@ def build_optimizer(args: Args, parameters: Iterable[nn.Parameter]) -> torch.opt
     betas = (args.adam_beta1, args.adam_beta2)
     settings: dict[str, Any] = {"lr": args.lr, "betas": betas, "eps": args.adam_eps}
     plan = MomentPlan.of(args)
+    if hidden:
+        return Muon({"params": hidden, "weight_decay": args.weight_decay}, groups, **settings)
     if not plan.is_plain:
         return PlacedAdamW(groups, plan, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)

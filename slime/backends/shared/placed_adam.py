@@ -272,8 +272,9 @@ def _update(
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that Adam's first step would create, so that a checkpoint can be read into it."""
-    if isinstance(optimizer, PlacedAdamW):
+    if hasattr(optimizer, "create_state"):
         optimizer.create_state()
+    optimizer = getattr(optimizer, "adam", optimizer)  # of Muon
     if not isinstance(optimizer, torch.optim.Adam):
         return
     for group in optimizer.param_groups:

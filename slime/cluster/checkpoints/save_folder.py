@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.catalog.optimizers import OPTIMIZERS
 from slime.cluster.checkpoints.checkpoint import resolve_load
 from slime.cluster.run_opening import compare_inputs, digest_inputs, refuse_taken
 from slime.preflight.findings import Finding, error_of
@@ -286,7 +287,7 @@ def _least_bytes(args: Args) -> int:
         return 0
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     all_train = not (args.only_train_params_name_list or args.freeze_params_name_list)
-    moments = 2 if args.optimizer == "adam" and all_train and not args.no_save_optim else 0
+    moments = OPTIMIZERS[args.optimizer].moments if all_train and not args.no_save_optim else 0
     return weights * (1 + moments) if moments else weights // 2
 
 
