@@ -28,6 +28,7 @@ from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
 from slime.catalog.vision import VISION_FAMILIES
 from slime.plugins import PLUGIN_POINTS
+from slime.utils.machine.devices import DEVICES
 
 GENERATED = "<!-- Written by `slime docs`; edit the declarations in slime/, not this page. -->"
 SINCE = Path(arguments.__file__).with_name("since.yaml")
@@ -45,6 +46,7 @@ CATALOG: dict[str, Mapping[str, Any]] = {
     "`--env`": ENVIRONMENTS,
     "`--rollout-engine`": ENGINES,
     "`--train-backend`": BACKENDS,
+    "Devices": DEVICES,
     "Models with images": VISION_FAMILIES,
     "Weight transports": TRANSPORTS,
     "Trackers (`--use-NAME`)": TRACKERS,

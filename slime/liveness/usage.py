@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from slime.utils.machine.devices import visible_variable
+
 INTERVAL_S = 5.0  # between two readings
 Usage = dict[str, float]  # cpu_cores, memory_gib, gpu_memory_gib and gpu_percent; without a GPU the first two
 
@@ -41,7 +43,7 @@ _last: tuple[float, dict[str, Usage]] = (float("-inf"), {})
 
 def follow(name: str, pid: int, env: Mapping[str, str] = os.environ, *, whole: bool = False) -> None:
     """Read the usage of a process of this machine from now on, in place of another with this name."""
-    gpus = [part for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.isdigit()]
+    gpus = [part for part in env.get(visible_variable(), "").split(",") if part.isdigit()]
     with contextlib.suppress(psutil.Error):
         _followed[name] = _Process(pid, gpus, whole)
 

@@ -16,10 +16,10 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
-import torch
 
 from slime.preflight.findings import Finding
 from slime.utils.machine import shm
+from slime.utils.machine.accelerator import library_versions
 from slime.utils.machine.ports import GLOO_INTERFACE, NCCL_INTERFACE, interface_towards
 
 # Of which different versions on two hosts compute other numbers, or cannot read each other's data.
@@ -82,10 +82,7 @@ def _versions() -> dict[str, str]:
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package).partition("+")[0]
-    if torch.version.cuda is not None:
-        found["CUDA"] = torch.version.cuda
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+    return found | library_versions()
 
 
 def _speed(interface: str) -> str:
@@ -104,7 +101,7 @@ def compare_hosts(facts: Mapping[str, HostFacts], asked: tuple[float, float]) ->
     names = dict.fromkeys(name for one in facts.values() for name in one.versions)
     for name in names:
         found = {host: one.versions.get(name, "none") for host, one in facts.items()}
-        if name in ("CUDA", "NCCL"):  # a host of Ray's head may have torch for CPUs
+        if name in ("CUDA", "NCCL", "ROCm", "RCCL"):  # a host of Ray's head may have torch for CPUs
             found = {host: version for host, version in found.items() if version != "none"}
         yield from _odd_ones(f"version of {name}", found, "error", "install the same version on all hosts")
     speeds = {host: one.speed for host, one in facts.items()}

@@ -33,7 +33,7 @@ from slime.preflight.trainer_plan import (
     plan_stages,
     read_model,
 )
-from slime.utils.machine.accelerator import device_count
+from slime.utils.machine.accelerator import device_count, gpu
 
 _USED = 0.35  # share of a CPU's peak that training reaches
 _BYTES_PER_OPERATION = 1 / 200  # memory bandwidth of a CPU relative to its arithmetic
@@ -115,8 +115,8 @@ class Device:
     @classmethod
     def here(cls) -> Device:
         if device_count():
-            gpu = torch.cuda.get_device_properties(0)
-            return cls(float(gpu.total_memory), True, gpu.name)
+            found = gpu.get_device_properties(0)
+            return cls(float(found.total_memory), True, found.name)
         return cls(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), False)
 
     def item_bytes(self, args: Args) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from slime.arguments import Flags
 from slime.utils.machine import accelerator
+from slime.utils.machine.accelerator import gpu
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +94,8 @@ class MemoryHistory:
             file.unlink(missing_ok=True)
             self._tracker = memray.Tracker(str(file), native_traces=True)
             self._tracker.__enter__()
-        elif torch.cuda.is_available():
-            torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+        elif gpu.is_available():
+            gpu.memory._record_memory_history(max_entries=1_000_000, stacks="python")
             observe = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009 - has no stub
             observe(lambda *_: self._dump("oom"))
         else:
@@ -105,12 +106,12 @@ class MemoryHistory:
     def finish(self, when: str) -> None:
         if self._tracker is not None:
             self._tracker.__exit__(None, None, None)
-        elif torch.cuda.is_available():
+        elif gpu.is_available():
             self._dump(when)
-            torch.cuda.memory._record_memory_history(enabled=None)
+            gpu.memory._record_memory_history(enabled=None)
 
     def _dump(self, when: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"rank{self._rank}_{when}_snapshot.pickle"
-        torch.cuda.memory._dump_snapshot(str(file))
+        gpu.memory._dump_snapshot(str(file))
         logger.info("--record-memory-history: %s", file)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slime.utils.async_utils import run
+from slime.utils.machine.accelerator import gpu
 from slime.weight_sync.base import LiveReport, NamedTensors, SenderOptions, Target
 from slime.weight_sync.sglang_format import pack_bucket
 from slime.wire.control import EngineControl
@@ -59,7 +60,7 @@ class CudaIpcSender:
         for entry, (_, tensor) in zip(entries, bucket, strict=True):
             entry.view(flat).copy_(tensor)
         if flat.is_cuda:
-            torch.cuda.current_stream().synchronize()  # the engine reads on its own stream
+            gpu.current_stream().synchronize()  # the engine reads on its own stream
         gathered = [(target, self._gather(target, flat, entries)) for target in self._targets]
         posts = [(target, texts) for target, texts in gathered if texts is not None]
         if posts:
@@ -106,9 +107,9 @@ class CudaIpcSender:
             self._wait(slot)
         # The engine's cache needs the memory next.
         self._buffers = [None] * _NUM_BUFFERS
-        if torch.cuda.is_available():
-            torch.cuda.ipc_collect()
-            torch.cuda.empty_cache()
+        if gpu.is_available():
+            gpu.ipc_collect()
+            gpu.empty_cache()
         return LiveReport(self._num_tensors, self._nbytes, self.failures, {self._rank: self._nbytes})
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from slime.utils.async_utils import get_loop
+from slime.utils.machine import accelerator
 from slime.utils.machine.process_groups import BroadcastGroup, open_store, reaching
 from slime.weight_sync.base import LiveReport, NamedTensors, SenderOptions, Target
 from slime.wire.control import EngineControl
@@ -66,7 +67,7 @@ class DistributedSender:
             group.broadcast(tensors, self._options.deadline_s, lambda: bool(errors))
 
     def _join(self, device: torch.device) -> BroadcastGroup:
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = accelerator.collectives(device)
         timeout = datetime.timedelta(seconds=self._options.deadline_s)
         self._group_name = f"slime-pp_{self._options.stage}-{secrets.token_hex(4)}"
         world_size = 1 + sum(target.num_ranks for target in self._targets)

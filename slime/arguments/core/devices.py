@@ -3,9 +3,10 @@
 import os
 
 from slime.utils.machine.described import described
+from slime.utils.machine.devices import DEVICES
 
-# Without one of these nodes there is no usable CUDA or ROCm device, so torch need not be loaded.
-DEVICE_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+# Without one of these nodes there is no usable GPU, so torch need not be loaded.
+DEVICE_NODES = tuple(node for row in DEVICES.values() for node in row.nodes)
 
 
 def visible_gpus(*, here: bool = False) -> int:
@@ -26,6 +27,6 @@ def gpu_bytes() -> int | None:
         return machine[1]
     if not visible_gpus():
         return None
-    import torch  # loaded already when the GPUs were counted
+    from slime.utils.machine.accelerator import gpu  # torch was loaded when the GPUs were counted
 
-    return int(torch.cuda.get_device_properties(0).total_memory)
+    return int(gpu.get_device_properties(0).total_memory)

@@ -9,6 +9,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import flag, lacks, option_of
 from slime.arguments.groups.precision import derive_precision
 from slime.catalog.backends import BACKENDS
+from slime.utils.machine.devices import COLLECTIVES, DEVICES
 
 
 @dataclass
@@ -31,7 +32,7 @@ class ClusterFlags:
     offload_rollout: bool | None = flag(None, "release engine memory while the trainer works")
     release_train: bool = flag(False, "end the trainer's processes while engines generate; needs --save")
     distributed_backend: str | None = flag(
-        None, "torch.distributed backend; default: nccl on GPUs, gloo on CPU", choices=("nccl", "gloo")
+        None, "torch.distributed backend; default: nccl on GPUs, gloo on CPU", choices=COLLECTIVES
     )
     max_restarts: int = flag(
         3, "most restarts without a new step between them, of a trainer that lost a rank or hangs", ge=0
@@ -121,7 +122,8 @@ def derive_sizes(draft: Draft, count_gpus: Callable[[], int]) -> None:
     needs_count = None in sizes or (draft.rollout_num_gpus is None and not draft.colocate)
     gpus = count_gpus() if needs_count else 0  # counting them loads torch
     if draft.distributed_backend is None:
-        draft.derive("distributed_backend", "nccl" if gpus else "gloo", "nccl on GPUs, gloo on CPU")
+        backend = DEVICES["cuda" if gpus else "cpu"].collectives
+        draft.derive("distributed_backend", backend, "nccl on GPUs, gloo on CPU")
     if draft.num_gpus_per_node is None:
         known = (
             draft.engine_topology.largest_engine if draft.sglang_config else draft.rollout_num_gpus_per_engine

@@ -22,6 +22,7 @@ from slime.backends.attention import flash4, long_documents
 from slime.backends.attention.attention_operator import Operator
 from slime.backends.attention.documents import PackedDocuments
 from slime.backends.attention.trial import first_right, unobserved
+from slime.utils.machine import accelerator
 
 ATTENTION_NAME = "slime_packed"
 DOCUMENTS = "_slime_documents"  # attribute of a layer: the documents of the current pass
@@ -117,11 +118,12 @@ def _fits_kernels(query: Tensor) -> bool:
 
 def prepare(ratio: int, width: int) -> None:
     """Choose the attention for `ratio` query heads per key head of this width, before code is compiled."""
-    if not torch.cuda.is_available():
+    if not accelerator.gpu.is_available():
         return  # documents are gathered into batches
     if (ratio, width) not in _CHOSEN:
-        device = torch.device("cuda", torch.cuda.current_device())
-        _CHOSEN[ratio, width] = unobserved(lambda: first_right(OPERATORS, ratio, width, device))
+        device = torch.device("cuda", accelerator.gpu.current_device())
+        known = {name: OPERATORS[name] for name in accelerator.kind(device).attention}
+        _CHOSEN[ratio, width] = unobserved(lambda: first_right(known, ratio, width, device))
 
 
 def head_shape(config: Any) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slime.backends.attention.attention_operator import NotInstalled, Operator
+from slime.utils.machine.accelerator import gpu
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -33,10 +34,10 @@ def unobserved(try_out: Callable[[], T]) -> T:
     def run() -> T:
         if device is None:
             return try_out()
-        with torch.cuda.device(device):
+        with gpu.device(device):
             return try_out()
 
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    device = gpu.current_device() if gpu.is_available() else None
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()
 

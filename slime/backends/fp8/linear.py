@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.fp8.scaling import ALIGNMENT, Scaled, by_rows, product, turned
+from slime.utils.machine import accelerator
 
 _SMALL = 64  # layers with fewer outputs are not converted: gates, routers
 _TOLERANCE = 0.01  # largest difference, relative to the norm, between a product on the device and in fp32
@@ -81,7 +82,12 @@ def check_device(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    name = torch.cuda.get_device_name(device)
+    name = accelerator.gpu.get_device_name(device)
+    if accelerator.has_fnuz(device):
+        raise ValueError(
+            f"--fp8-training: {name} multiplies e4m3fnuz, whose numbers end at 240, and slime scales for "
+            "e4m3fn, which ends at 448; remove it."
+        )
     matrix = torch.randn(72, 64, generator=torch.Generator().manual_seed(0))
     try:
         found = _three_products(matrix.to(device))

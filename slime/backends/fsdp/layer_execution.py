@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from slime.algorithms.attention_variants import note_kinds
 from slime.backends.attention import packed_documents
+from slime.utils.machine.accelerator import gpu
 
 HFModel = Any  # a `PreTrainedModel` of transformers, which the type checker does not check
 
@@ -74,7 +75,7 @@ def require_input_gradient(lm: HFModel) -> None:
 def _compile_for_any_length(width: int) -> None:
     """Let torch compile a layer once for micro-batches of all sizes."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
-    if not torch.cuda.is_available():
+    if not gpu.is_available():
         return
     from torch._inductor import config  # seconds to import, and of kernels on a GPU
 

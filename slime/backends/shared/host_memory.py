@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from slime.utils.machine.accelerator import gpu
+
 BLOCK_BYTES = 1 << 30  # torch rounds page-locked memory up to a power of two, so tensors share blocks of one
 _ALIGNMENT = 256
 _MOST_OF_FREE = 0.7
@@ -105,4 +107,4 @@ def lock_ahead(nbytes: int, block_bytes: int, between: Callable[[], object]) -> 
 
 
 def _locked(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=gpu.is_available())

@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 from slime.arguments import Args
 from slime.backends.shared.host_memory import HostMemory
 from slime.backends.shared.moment_formats import BLOCK, FORMATS, blocks_of, pack, unpack
+from slime.utils.machine.accelerator import gpu
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _PIECE = 1 << 23  # numbers on the device at a time; a multiple of the block that shares a scale
@@ -171,7 +172,7 @@ class PlacedAdamW(torch.optim.Optimizer):
         for parameter in self.parked:
             self._host.keep((parameter, "value"), parameter.data)
         if any(parameter.device.type == "cuda" for parameter in self.parked):
-            torch.cuda.synchronize()
+            gpu.synchronize()
         for parameter in self.parked:
             parameter.untyped_storage().resize_(0)
 
@@ -316,7 +317,7 @@ class _Slot:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.left: torch.cuda.Event | None = None  # when its last content is in host memory
+        self.left: gpu.Event | None = None  # when its last content is in host memory
 
     def room_for(self, moments: list[list[Tensor]]) -> list[list[Tensor]]:
         found, start = [], 0
@@ -337,10 +338,10 @@ class _Transfers:
     """
 
     def __init__(self, device: torch.device, *, overlap: bool) -> None:
-        self._current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._current = gpu.current_stream(device) if device.type == "cuda" else None
         self._inward = self._outward = self._current
         if self._current is not None and overlap:
-            self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._inward, self._outward = gpu.Stream(device), gpu.Stream(device)
         largest = len(MOMENTS) * (_PIECE * 4 + _PIECE // BLOCK + 512)
         slots = [_Slot(largest, device) for _ in range(_SLOTS if overlap else 1)]
         self._next = itertools.cycle(slots)
@@ -363,8 +364,8 @@ class _Transfers:
             _copy(moments, here)
             slot.left = self._outward.record_event() if self._outward is not None else None
 
-    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream) if stream is not None else nullcontext()
+    def _on(self, stream: gpu.Stream | None) -> AbstractContextManager[Any]:
+        return gpu.stream(stream) if stream is not None else nullcontext()
 
     def finish(self) -> None:
         """Wait until all copies are in host memory; then the slots' memory may be reused."""
@@ -372,7 +373,7 @@ class _Transfers:
             self._outward.synchronize()
 
 
-def _wait(stream: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
+def _wait(stream: gpu.Stream | None, other: gpu.Stream | None) -> None:
     if stream is not None and other is not None and stream is not other:
         stream.wait_stream(other)
 

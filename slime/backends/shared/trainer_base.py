@@ -50,6 +50,7 @@ from slime.batch.flops import ModelShape, Stream, pass_flops
 from slime.utils.files.step_folders import check_trainer_folder
 from slime.utils.files.torch_dist_folder import is_torch_dist
 from slime.utils.machine import accelerator
+from slime.utils.machine.accelerator import gpu
 
 logger = logging.getLogger(__name__)
 
@@ -435,8 +436,8 @@ class TrainBackend(ABC):
             self._move_parameters(torch.device(params))
         if optimizer is not None:
             self._move_optimizer(torch.device(optimizer))
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        gpu.synchronize()
+        gpu.empty_cache()
 
     @abstractmethod
     def _move_parameters(self, device: torch.device) -> None: ...

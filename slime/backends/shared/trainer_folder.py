@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from slime.backends.shared.checkpoint_errors import unreadable_named
+from slime.utils.machine.accelerator import gpu
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def random_state() -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = legacy
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": gpu.get_rng_state() if gpu.is_available() else None,
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
         "python": list(random.getstate()),
     }
@@ -69,8 +70,8 @@ def load_random_state(file: Path, rank: int) -> None:
     with unreadable_named(file):
         state = torch.load(file, weights_only=True)
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if state["cuda"] is not None and gpu.is_available():
+        gpu.set_rng_state(state["cuda"])
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     version, internal, gauss = state["python"]

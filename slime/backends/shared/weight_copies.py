@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from slime.utils.machine.accelerator import gpu
+
 LIVE = "actor"
 OLD_POLICIES = NEWEST, BEFORE = "rollout", "old"  # with --keep-old-actor: the weights of the last two pushes
 
@@ -28,12 +30,12 @@ class WeightCopies:
         source = self._tensors(src)
         if dst != LIVE and dst not in self._copies:
             # Pinned on GPU machines, so that swapping runs at bus speed.
-            pinned = torch.cuda.is_available()
+            pinned = gpu.is_available()
             self._copies[dst] = [torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned) for x in source]
         for target, value in zip(self._tensors(dst), source, strict=True):
             target.copy_(value, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if gpu.is_available():
+            gpu.synchronize()
 
     @contextmanager
     def active(self, tag: str) -> Iterator[None]:

@@ -78,7 +78,7 @@ class RankProcess:
         if self._store is None:
             self._store = dist.TCPStore(self._run.host, store_port, self._world_size, is_master=False)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+            accelerator.gpu.set_device(self._device)
         prefer_interface_of(self._run.own_host)
         dist.init_process_group(
             self._backend_of_groups(),
@@ -92,7 +92,7 @@ class RankProcess:
         """Return what --distributed-backend names, or what suits this rank: the driver may have no GPU."""
         if is_given(self._args.sources["distributed_backend"]):
             return self._args.distributed_backend
-        return "nccl" if self._device.type == "cuda" else "gloo"
+        return accelerator.collectives(self._device)
 
     def warm_up(self) -> None:
         """Prepare for the model what is possible while others hold the device."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from slime.engines.embedded.attention import BatchPlan, DecodeGroup
+from slime.utils.machine.accelerator import gpu
 
 logger = logging.getLogger(__name__)
 Forward = Callable[[BatchPlan], torch.Tensor]
@@ -48,7 +49,7 @@ class DecodeGraphs:
         self._order = torch.arange(rows, device=device)
         # By number of rows: the function that computes the logits from the buffers.
         self._replays: dict[int, Callable[[], torch.Tensor]] = {}
-        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._memory = gpu.graph_pool_handle() if device.type == "cuda" else None
 
     def run(self, plan: BatchPlan) -> torch.Tensor | None:
         """Return logits of a decode pass, valid until the next one; None: it cannot be recorded."""
@@ -90,13 +91,13 @@ class DecodeGraphs:
             return lambda: self.forward(plan)
         # Run once without recording: kernels are compiled and libraries get workspaces. The replay writes the
         # same keys again.
-        current, aside = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        current, aside = gpu.current_stream(self.device), gpu.Stream(self.device)
         aside.wait_stream(current)
-        with torch.cuda.stream(aside):
+        with gpu.stream(aside):
             self.forward(plan)
         current.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        graph = gpu.CUDAGraph()
+        with gpu.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits = self.forward(plan)
 
         def replay() -> torch.Tensor:

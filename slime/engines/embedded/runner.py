@@ -17,6 +17,7 @@ from slime.engines.embedded.rules import NEEDS_OTHER, unserved_layers
 from slime.engines.embedded.sequence import Sequence
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.machine import accelerator
+from slime.utils.machine.accelerator import gpu
 from slime.utils.misc import is_installed
 from slime.utils.models.hub_names import folder_of
 from slime.utils.models.model_config import block_size_of
@@ -57,7 +58,7 @@ class ModelRunner:
         transformers_logging.disable_progress_bar()
 
         attention.register()
-        found = "cuda" if torch.cuda.is_available() else "cpu"
+        found = "cuda" if gpu.is_available() else "cpu"
         self.device = torch.device(found if device == "auto" else device)
         self.dtype = accelerator.compute_dtype(dtype, self.device)
         # FP8 weights are dequantised: this engine has no FP8 kernels.
@@ -145,7 +146,7 @@ class ModelRunner:
     def _derive_num_blocks(self, max_running: int, max_total_tokens: int | None) -> int:
         if max_total_tokens is None:
             if self.device.type == "cuda":
-                budget = int(torch.cuda.mem_get_info(self.device)[0] * _CUDA_POOL_SHARE)
+                budget = int(gpu.mem_get_info(self.device)[0] * _CUDA_POOL_SHARE)
             else:
                 budget = _CPU_POOL_BYTES
             token = sum(shape.width for shape in self.kv_shapes.values()) * self.dtype.itemsize
@@ -224,14 +225,14 @@ class ModelRunner:
     def memory_bytes(self) -> int:
         """Return the bytes of this process in the memory of the model's device: the GPU's, or the host's."""
         if self.device.type == "cuda":
-            return torch.cuda.memory_reserved(self.device)
+            return gpu.memory_reserved(self.device)
         return psutil.Process().memory_info().rss
 
     def check_device(self) -> None:
         """Raise if the device no longer works after a failed pass, like CUDA after an assertion."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+            gpu.synchronize(self.device)
+            gpu.empty_cache()
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -250,4 +251,4 @@ class ModelRunner:
 
     def _empty_cache(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            gpu.empty_cache()

@@ -11,13 +11,14 @@ from torch.distributed import TCPStore
 
 from slime.engines.embedded.generate_json import BadRequest, text_of
 from slime.engines.embedded.weight_update import BadWeights
+from slime.utils.machine.accelerator import collectives
+from slime.utils.machine.devices import COLLECTIVES
 from slime.utils.machine.process_groups import LOOPBACK, BroadcastGroup, reaching, stay_on_loopback
 from slime.wire.manifest import DTYPES
 from slime.wire.protocol import shown
 
 # The trainer's deadline is shorter, and it closes its connections when it expires.
 _TIMEOUT = datetime.timedelta(minutes=10)
-_BACKENDS = ("gloo", "nccl")
 Bucket = list[tuple[str, torch.dtype, tuple[int, ...]]]  # name, dtype and shape of each tensor
 
 
@@ -39,8 +40,8 @@ class UpdateGroups:
                 "below 65536, rank_offset < world_size"
             )
         backend = body.get("backend")
-        if backend not in _BACKENDS:
-            raise BadRequest(f"backend is {shown(backend)}: expected one of {_BACKENDS}")
+        if backend not in COLLECTIVES:
+            raise BadRequest(f"backend is {shown(backend)}: expected one of {COLLECTIVES}")
         if name in self._groups:
             raise BadRequest(f"{name} is already a group of this engine")
         if address == LOOPBACK:
@@ -51,7 +52,8 @@ class UpdateGroups:
                 group = BroadcastGroup(store, rank, world_size, backend, name, _TIMEOUT)
         except (RuntimeError, ValueError, TypeError) as error:
             raise BadWeights(f"{name} at {address}:{port} cannot be joined: {error}") from error
-        self._groups[name] = (group, self._device if backend == "nccl" else torch.device("cpu"))
+        device = self._device if backend == collectives(self._device) else torch.device("cpu")
+        self._groups[name] = (group, device)
         return f"rank {rank} of {name}"
 
     def leave(self, name: str) -> None:

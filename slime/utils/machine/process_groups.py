@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
 from slime.utils.async_utils import in_background
+from slime.utils.machine.accelerator import gpu
+from slime.utils.machine.devices import DEVICES
 from slime.utils.machine.ports import (
     GLOO_INTERFACE,
     family_of,
@@ -142,13 +144,13 @@ class BroadcastGroup:
 
         RuntimeError: a member is gone, `deadline_s` has passed, or `is_over()`. The group must end then.
         """
-        stream = torch.cuda.current_stream(tensors[0].device) if tensors[0].is_cuda else None
+        stream = gpu.current_stream(tensors[0].device) if tensors[0].is_cuda else None
         ends = time.monotonic() + deadline_s
 
         def issue() -> list[Any]:
             # No other frame holds the group, which an error's traceback would keep: see `end`.
             group = self._group
-            with torch.cuda.stream(stream):  # None: no stream is set
+            with gpu.stream(stream):  # None: no stream is set
                 return [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
 
         def wait_until(is_done: Callable[[], bool]) -> None:
@@ -180,4 +182,8 @@ def _end(group: dist.ProcessGroup) -> None:
     from torch.distributed.distributed_c10d import _abort_process_group  # private too
 
     # Of gloo, destroying a group closes its connections; of NCCL, it would wait for what runs.
-    (_abort_process_group if dist.get_backend(group) == "nccl" else dist.destroy_process_group)(group)
+    (
+        _abort_process_group
+        if dist.get_backend(group) != DEVICES["cpu"].collectives
+        else dist.destroy_process_group
+    )(group)

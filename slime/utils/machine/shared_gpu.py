@@ -7,6 +7,8 @@ share the memory and the time of the device, and exchange tensors over loopback 
 import os
 from collections.abc import Sequence
 
+from slime.utils.machine.devices import visible_variable
+
 VARIABLE = "SLIME_RANKS_PER_GPU"
 
 
@@ -23,7 +25,8 @@ def device_environment(gpu_ids: Sequence[int]) -> dict[str, str]:
     if not gpu_ids:
         return {}
     shared = ranks_per_gpu()
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in sorted({i // shared for i in gpu_ids}))}
+    chosen = ",".join(str(gpu) for gpu in sorted({i // shared for i in gpu_ids}))
+    visible = {visible_variable(): chosen}
     return visible if shared == 1 else visible | nccl_on_one_gpu(f"gpu-{gpu_ids[0]}")
 
 
