@@ -14,7 +14,7 @@ class Curriculum:
 CURRICULA: dict[str, Curriculum] = {
     "pass_rate": Curriculum(
         "slime.rollout.curriculum.by_pass_rate",
-        "prompts that are solved now and then first, those that are always or never solved last",
+        "prompts that are solved now and then first, prompts that are always or never solved last",
     ),
     "difficulty": Curriculum(
         "slime.rollout.curriculum.by_difficulty", "ascending by the column `difficulty` of the metadata"

@@ -28,7 +28,6 @@ from slime.catalog.trackers import TRACKERS
 from slime.catalog.transports import TRANSPORTS
 from slime.catalog.vision import VISION_FAMILIES
 from slime.plugins import PLUGIN_POINTS
-from slime.utils.machine.devices import DEVICES
 
 GENERATED = "<!-- Written by `slime docs`; edit the declarations in slime/, not this page. -->"
 SINCE = Path(arguments.__file__).with_name("since.yaml")
@@ -46,7 +45,6 @@ CATALOG: dict[str, Mapping[str, Any]] = {
     "`--env`": ENVIRONMENTS,
     "`--rollout-engine`": ENGINES,
     "`--train-backend`": BACKENDS,
-    "Devices": DEVICES,
     "Models with images": VISION_FAMILIES,
     "Weight transports": TRANSPORTS,
     "Trackers (`--use-NAME`)": TRACKERS,
@@ -202,7 +200,7 @@ def catalog_page() -> str:
             code = getattr(row, fields(row)[0].name)
             home = f"`{code}`" if code.startswith("slime.") else code
             parts = [_text(getattr(row, "help", "")), home, _text(", ".join(_traits(row)))]
-            blocks.append(f"- `{name}`: {'; '.join(filter(None, parts))}")
+            blocks.append(f"- `{name}`: {'; '.join(filter(None, dict.fromkeys(parts)))}")
     return _page("Catalog", blocks)
 
 

@@ -92,12 +92,13 @@ def test_kuberay_is_a_ray_job_whose_pods_share_a_volume():
 
 
 def test_the_images_copy_and_install_what_there_is():
+    rocm = (ROOT / "Dockerfile.rocm").read_text()
     assert_ours(DOCKERFILE)
-    assert re.findall(r"^FROM \S+ AS (\w+)", DOCKERFILE, re.MULTILINE) == ["cpu", "cuda"]
+    assert re.findall(r"^FROM \S+ AS (\w+)", DOCKERFILE + rocm, re.MULTILINE) == ["cpu", "cuda", "rocm"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for found in re.findall(r'"\.\[([\w,]+)\]"', DOCKERFILE):
+    for found in re.findall(r'"\.\[([\w,]+)\]"', DOCKERFILE + rocm):
         assert set(found.split(",")) <= set(extras), found
-    for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE):
+    for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE + rocm, re.MULTILINE):
         assert all((ROOT / name).exists() for name in line.split()), line
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv*", "runs"} <= set(ignored)
