@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "slime"
 BUDGETS: dict[str, int] = {
     "agent": 8290,
     "algorithms": 1970,
-    "arguments": 6263,
+    "arguments": 6272,
     "backends": 12656,
     "batch": 1022,
     "catalog": 1730,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag, having, lacks, needs
+from slime.arguments.core.flag import flag, having, lacks, needs, option_of
 from slime.arguments.groups.objectives import NOT_PAIRS
 from slime.catalog.backends import BACKENDS, DEFAULT_BACKEND
 from slime.catalog.optimizers import OPTIMIZERS
@@ -189,11 +189,20 @@ def optimizer(draft: Draft) -> None:
             f"{trainer}'s optimizer holds flat pieces of them; use --train-backend "
             f"{' or '.join(OPTIMIZERS[name].trainers)}, or --optimizer adam."
         )
-    if name == "muon" and draft.fsdp_cpu_offload:
-        raise ValueError(
-            "--optimizer muon with --fsdp-cpu-offload: the products of an update would run on the CPU; "
-            "remove --fsdp-cpu-offload, or use --optimizer adam."
-        )
+    if name != "muon":
+        return
+    for given, flag_name, why in (
+        (draft.fsdp_cpu_offload, "fsdp_cpu_offload", "the products of an update would run on the CPU"),
+        (
+            draft.tensor_model_parallel_size > 1,
+            "tensor_model_parallel_size",
+            "not shown to be exact",
+        ),
+        (draft.fsdp_shard_size is not None, "fsdp_shard_size", "not shown to be exact"),
+    ):
+        if given:
+            option = option_of(flag_name)
+            raise ValueError(f"--optimizer muon with {option}: {why}; remove {option}, or use adam.")
 
 
 def learning_rate(draft: Draft) -> None:

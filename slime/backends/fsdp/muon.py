@@ -16,8 +16,8 @@ _MOMENTUM = 0.95
 class Muon(torch.optim.Optimizer):
     """`torch.optim.Muon` for the matrices of hidden layers, and `torch.optim.AdamW` for all others.
 
-    The orthogonalised update depends on the whole matrix. Every rank gathers it and computes the same, so
-    the number of ranks changes no bit of it; momentum stays sharded as the parameter is.
+    The orthogonalised update depends on the whole matrix. Every rank gathers it and computes the same;
+    momentum stays sharded as the parameter is.
     """
 
     def __init__(self, matrices: dict[str, Any], others: list[dict[str, Any]], **settings: Any) -> None:
