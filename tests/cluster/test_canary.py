@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -126,8 +127,12 @@ def make_canary(model, engines, interval=2):
 
 def test_it_looks_after_the_first_push_and_then_every_so_many(model):
     canary = make_canary(model, FakeEngines({"engine-0": model}), interval=3)
+    before = torch.get_rng_state(), random.getstate()
     heard = [number for number in range(1, 8) if canary.after_push(number)]
     assert heard == [1, 3, 6]
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1], (
+        "it draws nothing"
+    )
 
 
 def test_a_tensor_that_was_not_pushed_is_named(model, caplog):

@@ -20,7 +20,7 @@ from slime.rollout.rm_hub.workers import limits
 from slime.rollout.rm_hub.workers.check_pool import close_pools, get_pool
 from slime.utils.types import Sample
 
-CPU_BUDGET_S = 0.3  # after which a check is broken off here; a run grants more (tests of the pool)
+CPU_BUDGET_S = 0.1  # after which a check is broken off here; a run grants more (tests of the pool)
 CPU_LIMIT_S = 5.0  # what is under way then ends late on a busy machine
 TICKS_PER_S = 100
 LABELS = {"gpqa": "C", "f1": "the cat", "ifbench": None, "deepscaler": r"\frac{x}{2}+1"}
