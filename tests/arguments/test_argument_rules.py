@@ -11,7 +11,7 @@ from slime.arguments.all_flags import all_specs
 from slime.arguments.core.draft import Draft
 from slime.arguments.groups.cluster import derive_offload, derive_sizes
 from slime.arguments.groups.trained_sampling import replays_nucleus
-from slime.arguments.groups.training import ADAM
+from slime.arguments.groups.training import ADAM, USES_ADAM
 from slime.rollout.generation.generate_request import sampling_params_of
 
 SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
@@ -320,7 +320,7 @@ def test_flag_without_effect_is_refused_when_given(name):
         changes |= {"loss_type": "sft_loss", "n_samples_per_prompt": 1}
     if name == "eps_clip_c":
         changes |= {name: 3.0}
-    if ADAM in spec.info.only_with or name == "use_stateless_adam":
+    if {ADAM, USES_ADAM} & set(spec.info.only_with) or name == "use_stateless_adam":
         changes |= {"optimizer": "sgd"}
     if name in ("custom_advantage_function_path", "normalize_advantages"):
         words = ["--disable-compute-advantages-and-returns"]

@@ -14,7 +14,6 @@ from slime.arguments import RunInfo, parse_args, plugin_args
 from slime.cluster.rollout_workers import RolloutWorkers
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.workers import current
-from slime.runtime.local import LocalRuntime
 
 
 def write_prompts(path: Path, count: int, **columns: Any) -> Path:
@@ -78,6 +77,8 @@ def assert_conserved(source: RolloutDataSourceWithBuffer) -> None:
 
 @contextlib.contextmanager
 def workers_of(folder, args, info, durable=None):
+    from slime.runtime.local import LocalRuntime  # loads torch
+
     runtime = LocalRuntime(folder / "run", "test-rollout-workers-")
     try:
         workers = RolloutWorkers(args, info, runtime, durable)
