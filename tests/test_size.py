@@ -13,7 +13,7 @@ BUDGETS: dict[str, int] = {
     "agent": 8290,
     "algorithms": 1970,
     "arguments": 6272,
-    "backends": 12656,
+    "backends": 12660,
     "batch": 1022,
     "catalog": 1730,
     "cli": 7024,

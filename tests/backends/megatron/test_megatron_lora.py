@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
 ADAM = dict(optimizer="adam", lr=1e-3, adam_eps=1e-4)
 PART = dict(lora_target_modules=["q_proj", "up_proj", "self_attn.o_proj"])
 LATENT = dict(lora_target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"])
+DELTA = dict(lora_target_modules=["q_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "o_proj"])
 ONE = {
     "qwen3": dict(save="qwen3-hf"),
     "qwen3 part": PART,
@@ -32,6 +33,7 @@ ONE = {
     "deepseek_v3 attention": LATENT,
     "minimax_m2": {},
     "glm_moe_dsa": {},
+    "qwen3_5": DELTA,
 }
 # Where no adapter is on experts: there both trainers have the same layers.
 ON_FSDP = [name for name in ONE if name not in ("moe", "deepseek_v3", "minimax_m2", "glm_moe_dsa")]
@@ -54,6 +56,7 @@ TWO = {
     "deepseek_v3 attention tp2 sp": dict(LATENT, tp=2, sp=True),
     "minimax_m2 tp2 sp ep2": dict(tp=2, sp=True, ep=2),
     "glm_moe_dsa tp2 sp": dict(tp=2, sp=True),
+    "qwen3_5 tp2 sp": dict(DELTA, tp=2, sp=True),
 }
 FOUR = {
     "qwen3 tp4": dict(tp=4, sp=True),  # more ranks than key-value heads
@@ -78,6 +81,8 @@ def models(folder):
         "moe": make_family(folder / "moe", "qwen3_moe"),
         "glm4": make_checkpoint(folder, "glm4")[1],
         **{name: make_checkpoint(folder, name)[1] for name in ("deepseek_v3", "minimax_m2", "glm_moe_dsa")},
+        "deepseek_v3": make_checkpoint(folder, "deepseek_v3")[1],
+        "qwen3_5": make_checkpoint(folder, "qwen3_5")[1],
     }
 
 

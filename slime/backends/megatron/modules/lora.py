@@ -37,6 +37,7 @@ from slime.backends.families.base import Dims, Rule, hub_rows, to_local
 from slime.backends.megatron.modules.model import PackedGPTModel
 from slime.backends.megatron.weights import SCALAR_HEAD, HubWeights, ParameterEntry, SharedOut
 from slime.backends.shared.adapters import ALL_LINEAR, first_factor, saved_name
+from slime.utils.models.hub_names import NESTED, TEXT
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 _GATED = ("gate_up", "fused_gate_up")
@@ -173,8 +174,11 @@ def add_adapters(args: Args, chunks: Sequence[PackedGPTModel], hub: HubWeights, 
 
 
 def _targets(entry: ParameterEntry, named: list[str]) -> tuple[str, ...]:
-    """Return the layers in a matrix, "" for those without an adapter; names match as in peft."""
-    layers = [name.removesuffix(".weight") for name in entry.hub]
+    """Return the layers in a matrix, "" for those without an adapter; names match as in peft.
+
+    peft knows the text model alone, also where the hub nests it beside a vision tower.
+    """
+    layers = [name.removesuffix(".weight").replace(NESTED, TEXT) for name in entry.hub]
     if entry.rule.kind == "vocab":
         return ("",) * len(layers)
     every = named == ALL_LINEAR
