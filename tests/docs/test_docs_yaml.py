@@ -10,6 +10,7 @@ from docs_world import PLUGIN, ROOT, write
 from loop_helpers import flags
 from tiny_model import make_tiny_model
 
+from slime.arguments.passthrough.sglang_flags import find_python
 from slime.cli import plan, train
 from slime.cli.tasks import TASKS
 
@@ -90,7 +91,8 @@ def as_prefill_engines(world, block, capsys):
     words = one_run(world, sglang_config="engines.yaml", rollout_engine="sglang", rollout_num_gpus=8)
     assert plan.main([*words, "--place", "2x8"]) == 0
     printed = capsys.readouterr()
-    assert "engine-3" in printed.out and "SGLang is not installed here" in printed.err
+    assert "engine-3" in printed.out
+    assert ("SGLang is not installed here" in printed.err) == (find_python(None) is None)
 
 
 def as_evaluation(world, block, capsys):
