@@ -112,7 +112,6 @@ def test_a_bash_script_becomes_settings_and_nothing_of_it_happens(root, capsys, 
     assert {name: settings[name] for name in EXPECTED} == EXPECTED
     pytest.importorskip("megatron.core", reason="without megatron-core its flags are what is refused")
     assert "# refused on this machine: prompt-data in run.yaml is '${DATA_FOLDER}/dapo.jsonl'" in shown
-    assert "calls it --cuda-graph-bs-decode" in shown and "--train-backend megatron: " in shown
 
 
 WORDS = "--lr 1e-6 --num-rollout 1_000"
