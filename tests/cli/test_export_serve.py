@@ -134,7 +134,7 @@ def test_a_served_run_answers_a_chat_and_ends_with_its_command(world, number):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["gone"], "gone holds no model"),
+        (["gone"], "gone: there is no such folder"),
         (["run/checkpoints"], "slime export run/checkpoints"),
         (["model", "--host", "0.0.0.0"], "Set SLIME_ENGINE_TOKEN"),
         (["model", "--engine", "sglang", "--sglang-python", "no/python"], "--sglang-python is no/python"),

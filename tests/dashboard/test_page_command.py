@@ -71,7 +71,7 @@ def test_the_dashboard_of_a_run_prints_its_address_without_the_token_and_ends_wi
             sent = urllib.request.Request(f"{address}api/runs/{tmp_path.name}/actions", b'{"name": "pause"}')
             sent.add_header("Authorization", f"Bearer {token}")
             with urllib.request.urlopen(sent, timeout=60) as response:
-                assert json.loads(response.read()) == {"id": 1}
+                assert json.loads(response.read())["id"] > 0
         with pytest.raises(OSError):
             answer(address, "api/runs")
         assert not file.exists()

@@ -10,6 +10,7 @@ from multiprocessing import forkserver
 import psutil
 import pytest
 from patience import PATIENCE_S, eventually
+from warm_start import real_processes
 
 from slime.utils.machine import warm_start
 from slime.utils.machine.children import import_environment, thread_environment
@@ -35,6 +36,13 @@ def main():
         time.sleep(1000)
     sys.exit(7)
 """
+
+
+@pytest.fixture(autouse=True)
+def real_interpreters():
+    """The fork server under test is a process of its own, with this process's signals."""
+    with real_processes():
+        yield
 
 
 @pytest.fixture
