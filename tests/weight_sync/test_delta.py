@@ -325,13 +325,13 @@ def test_a_full_disk_beside_the_engine_leaves_the_version_before(place, small_fi
 
 
 PULL = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from slime.weight_sync.delta import local_copy
 from slime.weight_sync.delta.publication import FolderSource
 
 def stop_in_the_middle(*args):
-    print("in the middle", flush=True)
+    os.write(1, b"in the middle\\n")  # one write: several threads come here
     time.sleep(1000)
 
 local_copy._builder = lambda *args: stop_in_the_middle
