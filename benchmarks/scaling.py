@@ -24,9 +24,9 @@ from slime.preflight.step_costs import (
     Work,
     best_training,
     engine_plans,
-    last_stage,
     push_seconds,
     train_plan,
+    uneven_stages,
 )
 from slime.preflight.trainer_plan import Sizes
 
@@ -139,7 +139,7 @@ def published_step(p: Published) -> float:
     """Return the predicted seconds of a published step with the layout that it was published with."""
     model, gpu = Model(MODELS[p.model]), GPUS["h100"].among(p.gpus)
     tp, cp, ep, pp = p.layout
-    sizes = Sizes(p.gpus, tp, pp, 1, cp, ep, 1, tp > 1, last_layers=last_stage(model.layers, pp))
+    sizes = Sizes(p.gpus, tp, pp, 1, cp, ep, 1, tp > 1, layers=uneven_stages(model.layers, pp))
     work = work_of(p)
 
     def train(recompute: bool) -> TrainPlan:

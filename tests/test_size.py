@@ -12,10 +12,10 @@ PACKAGE = Path(__file__).parent.parent / "slime"
 BUDGETS: dict[str, int] = {
     "agent": 8290,
     "algorithms": 1970,
-    "arguments": 6272,
+    "arguments": 6287,
     "backends": 12660,
     "batch": 1022,
-    "catalog": 1730,
+    "catalog": 1744,
     "cli": 7024,
     "cluster": 6785,
     "dashboard": 1720,
@@ -29,11 +29,11 @@ BUDGETS: dict[str, int] = {
     "runtime": 1690,
     "simulation": 2020,
     "step": 1822,
-    "utils": 5933,
+    "utils": 5989,
     "weight_sync": 2397,
     "wire and rest": 2310,
 }
-STATEMENTS = 54_720
+STATEMENTS = 54_748
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

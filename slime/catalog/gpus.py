@@ -71,7 +71,18 @@ def _experts(
     return dense | sizes | {"n_shared_experts": shared, "first_k_dense_replace": first}
 
 
+def _latent(query_rank: int, key: int, value: int) -> dict[str, Any]:
+    """Return the sizes of an attention whose keys and values come from a vector of 512 numbers (MLA)."""
+    ranks = {"q_lora_rank": query_rank, "kv_lora_rank": 512}
+    return ranks | {"qk_nope_head_dim": key, "qk_rope_head_dim": 64, "v_head_dim": value}
+
+
 _QWEN3 = 151_936
+_DEEPSEEK = (
+    _experts(_dense(7168, 61, 128, 128, 18432, 129_280), 2048, 256, shared=1, first=3)
+    | _latent(1536, 128, 128)
+    | {"quantization_config": {"quant_method": "fp8"}}  # as it is published
+)
 # The part of config.json that costs depend on; `--model` also takes a folder with the whole file.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _dense(1024, 28, 16, 8, 3072, _QWEN3, tied=True),
@@ -88,12 +99,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _experts(_dense(4096, 94, 64, 4, 12288, _QWEN3), 1536, 128),
     "glm-4.5-air": _experts(_dense(4096, 46, 96, 8, 10944, 151_552), 1408, 128, shared=1, first=1),
     "glm-4.5": _experts(_dense(5120, 92, 96, 8, 12288, 151_552), 1536, 160, shared=1, first=3),
-    "deepseek-v3": _experts(_dense(7168, 61, 128, 128, 18432, 129_280), 2048, 256, shared=1, first=3)
-    | {
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
+    "glm-4-9b-0414": _dense(4096, 40, 32, 2, 13696, 151_552),
+    "deepseek-v3": _DEEPSEEK,
+    "deepseek-r1": _DEEPSEEK,
+    "glm-5.2": _experts(_dense(6144, 78, 64, 64, 12288, 154_880), 2048, 256, shared=1, first=3)
+    | _latent(2048, 192, 256),
 }
+
+
+def known_model(name: str) -> dict[str, Any] | None:
+    """Return the row of a hub name such as "Qwen/Qwen3-8B" or "zai-org/GLM-5.2-FP8"; None: there is none."""
+    key = name.rpartition("/")[2].lower()
+    fp8 = key.endswith("-fp8")
+    row = MODELS.get(key.removesuffix("-fp8"))
+    return row and row | ({"quantization_config": {"quant_method": "fp8"}} if fp8 else {})

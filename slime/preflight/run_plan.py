@@ -10,6 +10,7 @@ import os
 import time
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.backends.shared.model_roles import needs_old_log_probs, needs_reference
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
-from slime.catalog.gpus import closest_gpu
+from slime.catalog.gpus import closest_gpu, known_model
 from slime.catalog.limits import limit
 from slime.preflight.step_costs import EnginePlan, Model, Work, push_seconds, train_plan
 from slime.preflight.trainer_plan import (
@@ -34,6 +35,7 @@ from slime.preflight.trainer_plan import (
     read_model,
 )
 from slime.utils.machine.accelerator import device_count, gpu
+from slime.utils.models.pipeline_stages import layers_of_chunks
 
 _USED = 0.35  # share of a CPU's peak that training reaches
 _BYTES_PER_OPERATION = 1 / 200  # memory bandwidth of a CPU relative to its arithmetic
@@ -130,12 +132,13 @@ class Device:
 def plan_run(
     args: Args, device: Device, prompt_tokens: float | None = None, response_tokens: float | None = None
 ) -> RunPlan:
-    """Estimate a run; ValueError if its model is not on this machine, or of an unknown kind."""
+    """Estimate a run; ValueError if its model is neither on this machine nor in the catalog."""
     assert args.hf_checkpoint is not None, "a plan needs a model"
     work = _work(args, prompt_tokens, response_tokens)
     trains, serves = not args.debug_rollout_only, not args.debug_train_only
     with known_shape(f"--hf-checkpoint {args.hf_checkpoint}"):
-        model = read_model(args.hf_checkpoint)
+        known = None if Path(args.hf_checkpoint).exists() else known_model(args.hf_checkpoint)
+        model = known or read_model(args.hf_checkpoint)
         trainer = _trainer_memory(args, model, device) if trains else {}
         ours = serves and not args.rollout_external_engine_addrs
         engine = _engine_memory(args, model, device) if ours else {}
@@ -186,7 +189,7 @@ def _tokens_at_once(args: Args) -> int:
 
 
 def _trainer_memory(args: Args, model: dict[str, Any], device: Device) -> dict[str, float]:
-    sizes = _sizes(args)
+    sizes = _sizes(args, model["num_hidden_layers"])
     if BACKENDS[args.train_backend].has_pipeline:
         micro = max(1, (args.global_batch_size or 1) // max(1, sizes.dp * args.micro_batch_size))
         settings = args.to_dict() | {"max_tokens_per_gpu": _tokens_at_once(args)}
@@ -198,20 +201,22 @@ def _trainer_memory(args: Args, model: dict[str, Any], device: Device) -> dict[s
     return _fsdp_memory(args, model, sizes, device)
 
 
-def _sizes(args: Args) -> Sizes:
+def _sizes(args: Args, layers: int) -> Sizes:
     ranks = args.actor_num_nodes * (args.actor_num_gpus_per_node or 1)
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     if not BACKENDS[args.train_backend].has_pipeline:
         return Sizes(ranks, tp, cp=cp)
+    pp, vpp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     return Sizes(
         ranks,
         tp,
-        args.pipeline_model_parallel_size,
-        args.virtual_pipeline_model_parallel_size or 1,
+        pp,
+        vpp,
         cp,
         args.expert_model_parallel_size,
         args.expert_tensor_parallel_size or 1,
         bool(args.sequence_parallel),
+        layers=tuple(layers_of_chunks(layers, pp, vpp, args.megatron_config)),
     )
 
 
@@ -244,7 +249,9 @@ def _fsdp_memory(args: Args, model: dict[str, Any], sizes: Sizes, device: Device
 
 def _engine_memory(args: Args, config: dict[str, Any], device: Device) -> dict[str, float]:
     item, model = device.item_bytes(args), Model(config)
-    weights = item * model.parameters / args.rollout_num_gpus_per_engine
+    how = config.get("quantization_config") or {}
+    fp8 = args.rollout_quantization == "fp8" or how.get("quant_method") == "fp8"
+    weights = (1 if fp8 else item) * model.parameters / args.rollout_num_gpus_per_engine
     if ENGINES[args.rollout_engine].takes_sglang_flags:
         return {"weights": weights, "KV cache, as --sglang-mem-fraction-static leaves": 0.0}
     row = item * model.cache_bytes / 2
@@ -261,7 +268,8 @@ def _gpu_seconds(
     args: Args, config: dict[str, Any], device: Device, work: Work
 ) -> tuple[float, float, float]:
     """Return the seconds to generate, to train and to push one rollout, by the cost model of GPUs."""
-    model, sizes = Model(config), _sizes(args)
+    model = Model(config)
+    sizes = _sizes(args, model.layers)
     recompute = args.activation_checkpointing == "full"
     rollout_gpus = args.rollout_num_gpus or (sizes.ranks if args.colocate else 1)
     gpus = max(sizes.ranks, rollout_gpus) if args.colocate else sizes.ranks + rollout_gpus

@@ -17,11 +17,12 @@ from statistics import NormalDist
 from typing import Any
 
 from slime.batch.flops import ModelShape
-from slime.catalog.gpus import MODELS, GpuRow
+from slime.catalog.gpus import MODELS, GpuRow, known_model
 from slime.preflight.trainer_plan import (
     Sizes,
     known_shape,
     layer_parameters,
+    layers_per_stage,
     number_of_experts,
     outside_parameters,
     plan_stages,
@@ -257,6 +258,8 @@ def train_plan(
         rate = gpu.link if sizes.ranks <= gpu.per_node else gpu.network
         parts["gradients"] = work.optimizer_steps * held * 6 / rate * (1 - _HIDDEN)
     if sizes.pp > 1:
+        layers = layers_per_stage(sizes, model.layers)
+        parts["uneven stages"] = sum(parts.values()) * (max(map(len, layers)) * sizes.pp / model.layers - 1)
         busy = sum(parts.values())
         parts["pipeline bubble"] = busy * (sizes.pp - 1) / micro
     stepped = max(stage.optimizer for stage in stages)
@@ -292,14 +295,15 @@ def layouts(model: Model, gpu: GpuRow, ranks: int, work: Work) -> Iterator[Sizes
         fits = 6 * (dense / tp + model.expert_parameters / ep) / pp < _TRAINER_ROOM * gpu.capacity
         if fits and ranks // (tp * pp * cp) <= replicas:
             sizes = Sizes(ranks, tp, pp, 1, cp, ep, 1, tp > 1)
-            yield replace(sizes, last_layers=last_stage(model.layers, pp))
+            yield replace(sizes, layers=uneven_stages(model.layers, pp))
 
 
-def last_stage(layers: int, pp: int) -> int | None:
-    """Return the layers of the last stage where they do not divide: 61 on 16 stages are 15 times 4 and 1."""
-    if pp == 1 or layers % pp == 0:
-        return None
-    return layers - (pp - 1) * -(-layers // pp)
+def uneven_stages(layers: int, pp: int) -> tuple[int, ...]:
+    """Return shares that differ on the last stage alone: 61 layers on 16 stages are 15 times 4 and 1."""
+    each = -(-layers // pp)
+    if layers % pp == 0 or layers <= (pp - 1) * each:
+        return ()
+    return (*[each] * (pp - 1), layers - (pp - 1) * each)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -332,9 +336,8 @@ def model_of(name: str) -> Model:
 
 def model_config(name: str) -> dict[str, Any]:
     """Return the config of a model of the catalog or of a folder."""
-    key = name.rpartition("/")[2].lower()
-    if key in MODELS:
-        return MODELS[key]
+    if (row := known_model(name)) is not None:
+        return row
     if (Path(name) / "config.json").is_file():
         return read_model(name)
     raise ValueError(

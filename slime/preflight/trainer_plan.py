@@ -3,6 +3,7 @@
 Not covered: compiled layers, buffers of collectives, fragmentation, the inference engine.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.groups.training import MOMENT_BYTES
+from slime.utils.models.pipeline_stages import layers_of_chunks
 
 GIB = 2**30
 _WEIGHT, _GRADIENT, _MASTER, _ACTIVATION = 2, 4, 4, 2  # bytes of one number
@@ -45,7 +47,7 @@ class Sizes:
     etp: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
-    last_layers: int | None = None  # layers of the last stage, if they differ
+    layers: tuple[int, ...] = ()  # of each chunk in the order of the model; empty: equal shares
 
     @property
     def dp(self) -> int:
@@ -75,8 +77,8 @@ class RankMemory:
 def plan_stages(model: dict[str, Any], sizes: Sizes, options: Any) -> list[RankMemory]:
     """Return the memory of each pipeline stage; ValueError where the model cannot be split like this."""
     _check(model, sizes)
-    counts = layers_per_stage(sizes, model["num_hidden_layers"])
-    return [_stage_memory(model, sizes, stage, counts, options) for stage in range(sizes.pp)]
+    stages = layers_per_stage(sizes, model["num_hidden_layers"])
+    return [_stage_memory(model, sizes, *numbered, options) for numbered in enumerate(stages)]
 
 
 def _check(model: dict[str, Any], sizes: Sizes) -> None:
@@ -111,17 +113,12 @@ def _check(model: dict[str, Any], sizes: Sizes) -> None:
             raise ValueError(f"{text}: change the sizes.")
 
 
-def layers_per_stage(sizes: Sizes, layers: int) -> list[int]:
-    """Return equal counts, except for a given last stage: 61 layers, pp 4, last 13 -> 16 16 16 13."""
-    last = [] if sizes.last_layers is None else [sizes.last_layers]
-    others, rest = sizes.pp - len(last), layers - sum(last)
-    counts = [rest // others] * others + last
-    if rest % others or min(counts) < 1 or any(count % sizes.vpp for count in counts):
-        raise ValueError(
-            f"{layers} layers cannot be shared by {sizes.pp} stages of {sizes.vpp} chunks: use sizes whose "
-            "product divides them."
-        )
-    return counts
+def layers_per_stage(sizes: Sizes, layers: int) -> list[list[int]]:
+    """Return the layers of each stage by number; an interleaved stage holds every pp-th chunk."""
+    counts = list(sizes.layers) or layers_of_chunks(layers, sizes.pp, sizes.vpp, {})
+    ends = list(itertools.accumulate(counts))
+    chunks = [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
+    return [[layer for chunk in chunks[stage :: sizes.pp] for layer in chunk] for stage in range(sizes.pp)]
 
 
 # -- the model -----------------------------------------------------------------------------------------------
@@ -132,7 +129,8 @@ def read_model(path: str) -> dict[str, Any]:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(
-            f"--hf-checkpoint {path}: no config.json there; a trainer is planned from a model's folder."
+            f"--hf-checkpoint {path}: no config.json there, and slime/catalog/gpus.py has no model of that "
+            "name; a run is planned from the folder of its model."
         )
     try:
         values = json.loads(file.read_text())
@@ -239,9 +237,8 @@ def outside_parameters(model: dict[str, Any]) -> dict[str, Parameters]:
 
 
 def _stage_memory(
-    model: dict[str, Any], sizes: Sizes, stage: int, counts: list[int], options: Any
+    model: dict[str, Any], sizes: Sizes, stage: int, layers: list[int], options: Any
 ) -> RankMemory:
-    layers = _layers_of(stage, counts, sizes.vpp)
     held = parameters_of(model, layers)
     outside = outside_parameters(model)
     if stage == 0:
@@ -275,12 +272,6 @@ def moment_bytes(settings: Any, *, on_gpu: bool = True) -> float:
 
 def _share_away(settings: Any) -> float:
     return settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0
-
-
-def _layers_of(stage: int, counts: list[int], chunks: int) -> list[int]:
-    """Return the layers of a stage by number; an interleaved stage holds every pp-th chunk of layers."""
-    all_stages, before, own = (n // chunks for n in (sum(counts), sum(counts[:stage]), counts[stage]))
-    return [chunk * all_stages + before + i for chunk in range(chunks) for i in range(own)]
 
 
 def _activations(model: dict[str, Any], sizes: Sizes, stage: int, layers: list[int], options: Any) -> float:

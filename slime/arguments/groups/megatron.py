@@ -8,6 +8,7 @@ from slime.arguments.core.flag import flag, needs, option_of, specs_of
 from slime.arguments.groups.objectives import POLICY_LOSS
 from slime.catalog.backends import BACKENDS
 from slime.utils.models.model_config import read_config
+from slime.utils.models.pipeline_stages import layers_of_chunks, parts_of_layout
 
 # Fields of megatron-core's configuration that users cannot set, and what decides them.
 OWNED = {
@@ -181,6 +182,7 @@ def megatron_trainer(draft: Draft) -> None:
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce."
         )
     _virtual_stages(draft)
+    _share_layers(draft)
     _dispatcher(draft)
     _experts(draft)
 
@@ -189,6 +191,10 @@ def _virtual_stages(draft: Draft) -> None:
     """Derive the number of chunks of a pipeline stage from the layers per chunk and the number of layers."""
     each, stages = draft.num_layers_per_virtual_pipeline_stage, draft.pipeline_model_parallel_size
     if each is None:
+        layout = str(draft.megatron_config.get("pipeline_model_parallel_layout") or "")
+        chunks = len(parts_of_layout(layout)) // stages
+        if layout and chunks > 1 and draft.virtual_pipeline_model_parallel_size is None:
+            draft.derive("virtual_pipeline_model_parallel_size", chunks, "--pipeline-model-parallel-layout")
         return
     option = f"--num-layers-per-virtual-pipeline-stage is {each}"
     if draft.virtual_pipeline_model_parallel_size is not None:
@@ -205,6 +211,15 @@ def _virtual_stages(draft: Draft) -> None:
     chunks = layers // (stages * each)
     if chunks > 1:
         draft.derive("virtual_pipeline_model_parallel_size", chunks, "num_layers_per_virtual_pipeline_stage")
+
+
+def _share_layers(draft: Draft) -> None:
+    """Refuse stages that cannot share the layers of the model, if its config is on this machine."""
+    config = read_config(draft.hf_checkpoint) if draft.hf_checkpoint else {}
+    layers = config.get("text_config", config).get("num_hidden_layers")
+    if isinstance(layers, int):
+        chunks = draft.virtual_pipeline_model_parallel_size or 1
+        layers_of_chunks(layers, draft.pipeline_model_parallel_size, chunks, draft.megatron_config)
 
 
 def model_family(draft: Draft) -> None:

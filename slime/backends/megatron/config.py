@@ -20,6 +20,7 @@ from slime.backends.megatron.megatron_groups import PARALLEL_SIZES
 from slime.backends.megatron.modules.mla import MLAConfig
 from slime.backends.megatron.modules.sparse_attention import SparseMLAConfig
 from slime.backends.megatron.modules.wide_norm import WideNormConfig
+from slime.utils.models.pipeline_stages import layers_of_chunks
 
 # Fields of TransformerConfig that change what a layer computes and that none of these models uses: our
 # attention and norms do not read some of them, and would leave them without effect.
@@ -34,11 +35,6 @@ _UNUSED = """
 """.split()  # noqa: SIM905 - one name per line would fill a screen
 # Megatron has others (`moe_act`, `mla_up_proj`), which have no effect here.
 _RECOMPUTED = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
-# With one of these Megatron itself checks how pipeline stages share the layers.
-_UNEVEN = """
-    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-""".split()  # noqa: SIM905 - one name per line would fill a screen
 # Fields of scaled rotations with their defaults; meaningless without scaling.
 _ROPE_FACTS = {
     "mscale": 1.0,
@@ -313,13 +309,7 @@ def check_layout(args: Args, hf_config: Any, *, world_size: int, device: torch.d
             f"--tensor-model-parallel-size is {tp}, but a {hf_config.model_type} has one norm over all "
             f"its {settings['num_query_groups']} key-value heads: use a divisor of that."
         )
-    uneven = set(_UNEVEN) & set(args.megatron_config)
-    if layers % (pp * (vpp or 1)) and not uneven:
-        raise ValueError(
-            f"the model has {layers} layers, which {pp} pipeline stages{f' of {vpp} chunks' if vpp else ''} "
-            "cannot share evenly: use sizes whose product divides the layers, or "
-            "--num-layers-in-first-pipeline-stage."
-        )
+    layers_of_chunks(layers, pp, vpp or 1, args.megatron_config)
     if vpp is not None and pp == 1:
         raise ValueError(
             "--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size of at least 2."

@@ -81,7 +81,6 @@ def models(folder):
         "moe": make_family(folder / "moe", "qwen3_moe"),
         "glm4": make_checkpoint(folder, "glm4")[1],
         **{name: make_checkpoint(folder, name)[1] for name in ("deepseek_v3", "minimax_m2", "glm_moe_dsa")},
-        "deepseek_v3": make_checkpoint(folder, "deepseek_v3")[1],
         "qwen3_5": make_checkpoint(folder, "qwen3_5")[1],
     }
 

@@ -151,7 +151,7 @@ def check_stage(config: TransformerConfig, first: int) -> None:
         raise ValueError(
             f"a pipeline stage begins with layer {first}, which uses the keys that layer "
             f"{config.source(first)} selects: let stages begin with one of the layers {able} by "
-            "--pipeline-model-parallel-size, --num-layers-in-first-pipeline-stage or "
+            "--pipeline-model-parallel-size, --decoder-first-pipeline-num-layers or "
             "--pipeline-model-parallel-layout."
         )
 
