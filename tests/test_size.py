@@ -15,8 +15,8 @@ BUDGETS: dict[str, int] = {
     "arguments": 6287,
     "backends": 12660,
     "batch": 1022,
-    "catalog": 1744,
-    "cli": 7024,
+    "catalog": 1786,
+    "cli": 7062,
     "cluster": 6785,
     "dashboard": 1720,
     "data": 1014,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2310,
 }
-STATEMENTS = 54_748
+STATEMENTS = 54_766
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -18,6 +18,7 @@ from slime.catalog.datasets import DATASET_FORMATS
 from slime.catalog.engines import ENGINES
 from slime.catalog.environments import ENVIRONMENTS
 from slime.catalog.estimators import ESTIMATORS
+from slime.catalog.families import SGLANG_VERSION, family_rows
 from slime.catalog.metrics import METRICS
 from slime.catalog.optimizers import OPTIMIZERS
 from slime.catalog.policy_losses import POLICY_LOSSES, REDUCTIONS
@@ -120,6 +121,7 @@ def pages() -> dict[str, str]:
         "plugins.md": plugins_page(),
         "catalog.md": catalog_page(),
         "metrics.md": metrics_page(),
+        "model_families.md": families_page(),
     }
 
 
@@ -217,6 +219,43 @@ def metrics_page() -> str:
             normal = f". *Normal: {_text(row.normal)}.*" if row.normal else ""
             blocks.append(f"- `{row.name}`: {_text(row.what)}{normal}")
     return _page("Metrics", blocks)
+
+
+def families_page() -> str:
+    columns = ("family", "FSDP", "Megatron", "embedded", "SGLang", "images", "seen on")
+    text = f"""
+Model types of `config.json`, what trains and serves them, and the largest machine on which that was seen. A
+dash means no. A run with a model of another family stops at the start: compare the model with `slime
+verify-model --hf-checkpoint DIR`, and if all numbers agree, add `--allow-unverified-model`.
+
+**FSDP**: one optimizer step over packed documents agrees with transformers, which gets one document at a
+time, within 1e-4 (fp32, CPU), and exported weights agree bit for bit
+([verify_model.md](verify_model.md#slime-verify-model)). Families with images: [images.md](images.md).
+
+- *packed*: documents are concatenated without padding; attention is slime's. Sliding windows, chunks, sinks
+and soft caps are known.
+
+- *packed, states by document*: the same, except that layers that carry a state (gated delta nets, Mamba,
+short convolutions) get documents as rows of a batch. On a GPU they use flash-linear-attention and
+causal-conv1d where transformers finds these. No context parallelism.
+
+- *padded*: attention code of the family's own runs on a batch of documents padded on the right: slower. No
+context parallelism.
+
+**Megatron**: layouts and differences are in [megatron.md](megatron.md#families). A launch line with flags of
+Megatron's and another family starts on FSDP ([migrating.md](migrating.md)).
+
+**embedded**: *tested* families are served by its tests; *untested* ones have attention that it can replace,
+so it tries. It refuses layers that carry a state ([engines.md](engines.md)).
+
+**SGLang**: {SGLANG_VERSION} has a model of this architecture; tests served a few of them
+([status.md](status.md)).
+"""
+    blocks = [" ".join(block.split()) for block in text.split("\n\n")]
+    rows = [_table_row(f"`{name}`", *cells) for name, *cells in family_rows()]
+    return _page(
+        "Model families", [*blocks, _table_row(*columns), _table_row(*["---"] * len(columns)), *rows]
+    )
 
 
 def _page(title: str, blocks: Sequence[str]) -> str:

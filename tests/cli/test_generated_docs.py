@@ -10,6 +10,7 @@ from source_trees import nodes_of
 
 from slime.arguments.all_flags import all_specs
 from slime.arguments.core.flag import convert
+from slime.catalog.families import SGLANG_VERSION, VERIFIED, family_rows
 from slime.catalog.metrics import METRICS, find_metric
 from slime.cli import docs
 from slime.plugins import PLUGIN_POINTS
@@ -23,6 +24,39 @@ def test_page_is_current(name):
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == docs.pages()[name], (
         "run `slime docs` and commit the result"
     )
+
+
+def test_every_family_has_a_row_that_says_what_trains_and_serves_it():
+    rows = {name: cells for name, *cells in family_rows()}
+    assert {name for names in VERIFIED.values() for name in names} <= {*rows}
+    assert rows["glm_moe_dsa"] == ["padded", "yes", "-", "yes", "-", "CPU"]
+    assert rows["qwen3_moe"] == ["packed", "yes", "tested", "yes", "-", "H200: both trainers"]
+    assert rows["qwen3_next"][:3] == ["packed, states by document", "yes", "-"]
+    assert rows["mimo"] == ["-", "yes", "-", "yes", "-", "CPU"]
+    assert rows["qwen2_5_vl"] == ["packed", "-", "tested", "yes", "yes", "CPU"]
+
+
+@pytest.mark.sglang
+def test_sglang_has_the_architectures_that_the_table_says():
+    from importlib.metadata import version
+    from importlib.util import find_spec
+
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TEXT
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGES
+
+    if version("sglang") != SGLANG_VERSION:
+        pytest.skip(f"the table is of SGLang {SGLANG_VERSION}")
+    folder = Path(find_spec("sglang").origin).parent / "srt/models"
+    classes = r"^EntryClass\s*=\s*(\[[^\]]*\]|\w+)"
+    known = {
+        word
+        for file in folder.glob("*.py")
+        for found in re.findall(classes, file.read_text(), re.MULTILINE)
+        for word in re.findall(r"\w+", found)
+    }
+    for name, *cells in family_rows():
+        if name in TEXT or name in IMAGES:
+            assert (cells[3] == "yes") == bool(known & {TEXT.get(name), IMAGES.get(name)}), name
 
 
 def test_every_flag_and_plug_in_has_an_entry():

@@ -8,8 +8,6 @@ import pytest
 import yaml
 from docs_world import ROOT
 
-from slime.catalog.families import VERIFIED
-
 DOCS = ROOT / "docs"
 PAGES = [
     *sorted(DOCS.glob("*.md")),
@@ -67,13 +65,6 @@ def test_links_lead_somewhere(page):
         if page.parent == DOCS:
             assert DOCS in there.parents, f"{target}: the site has only what is in docs/"
         assert not anchor or there.suffix != ".md" or anchor in anchors(there), target
-
-
-def test_the_page_of_model_families_lists_those_that_train():
-    text = (DOCS / "model_families.md").read_text(encoding="utf-8")
-    for how, kinds in VERIFIED.items():
-        [listed] = re.findall(rf"^\*\*Exact, {how}\*\* \(\d+\): (.*?)\n\n", text, re.MULTILINE | re.DOTALL)
-        assert re.findall("`([^`]+)`", listed) == sorted(kinds)
 
 
 @each_page
