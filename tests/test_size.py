@@ -16,7 +16,7 @@ BUDGETS: dict[str, int] = {
     "backends": 12660,
     "batch": 1022,
     "catalog": 1786,
-    "cli": 7062,
+    "cli": 7633,
     "cluster": 6785,
     "dashboard": 1720,
     "data": 1014,
@@ -26,14 +26,14 @@ BUDGETS: dict[str, int] = {
     "preflight": 2185,
     "record": 2585,
     "rollout": 6755,
-    "runtime": 1690,
-    "simulation": 2020,
+    "runtime": 1650,
+    "simulation": 1950,
     "step": 1822,
     "utils": 5989,
     "weight_sync": 2397,
     "wire and rest": 2310,
 }
-STATEMENTS = 54_766
+STATEMENTS = 55_206
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -44,6 +44,7 @@ _BY_GOAL = {
         "eval": "evaluate a model on one or several data sets",
         "export": "write a trained model as a Hugging Face folder, with its LoRA adapter merged in",
         "serve": "serve a trained model with OpenAI's endpoints",
+        "probe": "check that a server computes with exactly these weights, adapter and template",
     },
     "watch a run": {
         "status": "show the state of a run: step, reward, times, what it waits for, how it ended",
