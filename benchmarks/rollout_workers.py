@@ -9,6 +9,8 @@ trainer is made from the samples. Goals: with four workers the driver needs at m
     python benchmarks/rollout_workers.py --workers 4                          # CPU and memory, on 16 cores
     python benchmarks/rollout_workers.py --workers 1 2 4 --responses 1024     # the speed-up, on 16 cores
     python benchmarks/rollout_workers.py --workers 1 2 --responses 256        # on two cores
+
+`--balancer`: each engine has an address of its own, and slime's load balancer spreads the requests.
 """
 
 import argparse
@@ -29,11 +31,13 @@ from rollout_scaling import PeakMemory, _give_back_memory
 from slime.arguments import plugin_args
 from slime.batch.convert import samples_to_batch
 from slime.cluster.rollout_workers import RolloutWorkers
+from slime.engines.balancer import Balancer
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.workers import current
 from slime.runtime.local import LocalRuntime
+from slime.utils.async_utils import run
 
 GROUP_SIZE = 8
 MOST_CPU_S, MOST_GIB, LEAST_SPEEDUP = 10.0, 2.0, 3.0
@@ -57,7 +61,7 @@ async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 def serve(port: int, num_tokens: int, ready: Any) -> None:
-    """An engine process; all of them listen on one port, and the system spreads connections over them."""
+    """An engine process. Several on one `port` share its connections; 0: each has a port of its own."""
     ids = [10 + i % 50 for i in range(num_tokens)]
     meta = {
         "id": "x" * 32,
@@ -74,13 +78,13 @@ def serve(port: int, num_tokens: int, ready: Any) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         server = await loop.create_server(FakeInstantEngine, "127.0.0.1", port, reuse_port=True)
-        ready.send(len(generation))
+        ready.send((len(generation), server.sockets[0].getsockname()[1]))
         await server.serve_forever()
 
     asyncio.run(main())
 
 
-def measure(folder: Path, options: argparse.Namespace, port: int, workers: int) -> Case:
+def measure(folder: Path, options: argparse.Namespace, ports: list[int], workers: int) -> Case:
     flags = {
         "--rollout-batch-size": options.responses // GROUP_SIZE,
         "--n-samples-per-prompt": GROUP_SIZE,
@@ -89,10 +93,15 @@ def measure(folder: Path, options: argparse.Namespace, port: int, workers: int) 
         "--custom-rm-path": f"{Path(__file__).resolve()}:reward",
         "--rollout-workers": workers,
     }
-    args, info = make_run(folder, port, flags, max_context_len=options.tokens + 1000)
+    urls, balancers = [f"http://127.0.0.1:{port}" for port in ports], []
+    if options.balancer:
+        balancers = [Balancer(urls, no_engine_timeout_s=60.0)]
+        ports = [run(balancers[0].start())]
+    args, info = make_run(folder, ports[0], flags, urls, max_context_len=options.tokens + 1000)
     namespace = plugin_args(args, info)
     runtime = LocalRuntime(folder / "run", f"bench-{os.getpid()}-")
-    group = RolloutWorkers(args, info, runtime, None) if workers > 1 else None
+    shared = dict(zip([("127.0.0.1", ports[0])], balancers, strict=False))
+    group = RolloutWorkers(args, info, runtime, None, shared) if workers > 1 else None
     current.use(group)
     try:
         source = RolloutDataSourceWithBuffer(namespace)
@@ -110,6 +119,8 @@ def measure(folder: Path, options: argparse.Namespace, port: int, workers: int) 
         if group is not None:
             group.close()
         runtime.close()
+        for balancer in balancers:
+            run(balancer.stop())
     gib = [(value - memory.before) / 2**30 for value in (peak, memory.peak)]
     return Case(workers, seconds, used, gib[0], with_batch, gib[1])
 
@@ -124,13 +135,14 @@ def main() -> int:
     add("--tokens", type=int, default=32_768, help="of a response")
     add("--engines", type=int, default=4, help="processes of fake engines")
     add("--concurrency", type=int, default=256, help="requests in flight")
+    add("--balancer", action="store_true", help="put slime's load balancer in front of the engines")
     add("--json", type=Path, default=Path("benchmarks/results/rollout_workers.json"))
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     with socket.socket() as held, tempfile.TemporaryDirectory() as folder:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+        port = 0 if options.balancer else held.getsockname()[1]
         here, there = spawn.Pipe()
         engines = [
             spawn.Process(target=serve, args=(port, options.tokens, there), daemon=True)
@@ -138,11 +150,12 @@ def main() -> int:
         ]
         for engine in engines:
             engine.start()
-        size, *_ = [here.recv() for _ in engines]
+        served = [here.recv() for _ in engines]
+        size, ports = served[0][0], sorted({port for _, port in served})
         print(f"{options.responses} responses of {options.tokens} tokens, {size / 2**20:.2f} MiB each")
         cases = []
         for workers in options.workers:
-            case = measure(Path(folder), options, port, workers)
+            case = measure(Path(folder), options, ports, workers)
             cases.append(case)
             print(
                 f"{workers} workers: {case.seconds:6.1f} s; driver {case.driver_cpu_s:5.1f} s of CPU, "

@@ -17,23 +17,23 @@ BUDGETS: dict[str, int] = {
     "batch": 1022,
     "catalog": 1786,
     "cli": 7633,
-    "cluster": 6785,
+    "cluster": 6882,
     "dashboard": 1720,
     "data": 1014,
-    "engines": 7008,
+    "engines": 7027,
     "liveness": 1214,
     "observability": 2376,
     "preflight": 2185,
     "record": 2585,
     "rollout": 6755,
-    "runtime": 1650,
+    "runtime": 1659,
     "simulation": 1950,
     "step": 1822,
     "utils": 5989,
     "weight_sync": 2397,
     "wire and rest": 2310,
 }
-STATEMENTS = 55_206
+STATEMENTS = 55_283
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -68,7 +68,8 @@ class Parts:
     def start(self, checkpoint: StepFolder | None) -> Cluster:
         """Start engines and trainer side by side, and return when both are ready."""
         args, runtime = self.args, self.runtime
-        placement = runtime.claim(plan_placement(args, *_find_devices(args, runtime)))
+        plan = plan_placement(args, *_find_devices(args, runtime))
+        placement = runtime.claim(replace(plan, spreads=args.rollout_workers > 1))
         check_hosts(args, runtime, checkpoint)
         self.run = replace(self.run, host=placement.host)
         spec = WorkerSpec(name="rollout", near_driver=True)

@@ -106,7 +106,9 @@ class RolloutProcess:
         )
         if self._args.rollout_workers > 1:
             open_workers = load_function(_ROLLOUT_WORKERS)
-            self._workers = open_workers(self._args, self._manager.info, self._runtime, durable)
+            self._workers = open_workers(
+                self._args, self._manager.info, self._runtime, durable, self._plane.balancers
+            )
             current.use(self._workers)
         facts = self._manager.facts
         if facts.engine_urls and why_no_canary(self._args) is None:

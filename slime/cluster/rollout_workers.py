@@ -7,12 +7,15 @@ import concurrent.futures
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime.arguments import Args, RunInfo
 from slime.catalog.limits import limit
+from slime.cluster.balanced_worker import BalancedWorker, Rotations
+from slime.cluster.serving.served_model import Address
+from slime.engines.balancer import Balancer
 from slime.liveness import waits
 from slime.rollout.collection.collector import GroupFailed
 from slime.rollout.generation.policy_requests import is_trained
@@ -20,10 +23,11 @@ from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.ledger import Ledger
 from slime.rollout.prompt_groups import Group, describe
 from slime.rollout.sample_hooks import current_rollout_id
-from slime.rollout.workers.worker import Done, Job, RolloutWorker, WorkerSettings
+from slime.rollout.workers.worker import Done, Job, WorkerSettings
 from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather
 from slime.utils import http_utils
 from slime.utils.errors import RunStopped, WorkerDied
+from slime.utils.http_utils import is_loopback
 from slime.utils.types import Sample, flatten_samples
 
 logger = logging.getLogger(__name__)
@@ -38,7 +42,7 @@ class _Worker:
     """One worker process and the jobs that it has. `handle` changes when the process is replaced."""
 
     name: str
-    handle: Handle[RolloutWorker]
+    handle: Handle[BalancedWorker]
     jobs: dict[int, concurrent.futures.Future[Done]] = field(default_factory=dict)
 
 
@@ -49,24 +53,39 @@ class RolloutWorkers:
     worker from its original state: with the same seeds it becomes the same group.
     """
 
-    def __init__(self, args: Args, info: RunInfo, runtime: Runtime, durable: Ledger | None):
-        self._args, self._runtime, self._ledger = args, runtime, durable
+    def __init__(
+        self,
+        args: Args,
+        info: RunInfo,
+        runtime: Runtime,
+        durable: Ledger | None,
+        balancers: Mapping[Address, Balancer],
+    ):
+        self._args, self._runtime, self._ledger, self._balancers = args, runtime, durable, balancers
+        called = {(info.sglang_router_ip, info.sglang_router_port), *info.sglang_model_routers.values()}
+        # What listens on loopback is called from this machine alone.
+        self._is_anywhere = all(not is_loopback(host or "") for host, _ in called - balancers.keys())
         self._router = f"http://{info.sglang_router_ip}:{info.sglang_router_port}"
         self._settings = WorkerSettings(
             args,
             info,
             args.rollout_workers,
-            self._engines(info.engine_urls),
+            _known((self._router, *info.engine_urls)),
             changes={},
             ledger=None if durable is None else durable.for_worker(),
         )
         self._keys = itertools.count()
         self._homes: dict[str, _Worker] = {}  # by session: where an episode waits for the next rollout
-        self._lock = threading.Lock()  # of `jobs` of all workers
+        self._lock = threading.Lock()  # of the handles, their settings and `jobs`
         self._is_closed = False
         names = [f"rollout-worker-{number}" for number in range(args.rollout_workers)]
-        self._workers = [_Worker(name, self._spawn(name)) for name in names]
-        gather([worker.handle.call(RolloutWorker.ready) for worker in self._workers], _START_S)
+        self._workers: list[_Worker] = []
+        for balancer in balancers.values():
+            balancer.follow(self._rotate)
+        for name in names:
+            with self._lock:
+                self._workers.append(_Worker(name, self._spawn(name)))
+        gather([worker.handle.call(BalancedWorker.ready) for worker in self._workers], _START_S)
         self._followers = [
             threading.Thread(target=self._follow, args=(worker,), name=f"{worker.name}-news", daemon=True)
             for worker in self._workers
@@ -75,8 +94,9 @@ class RolloutWorkers:
             follower.start()
         logger.info("Groups are generated and scored by %d rollout workers.", len(names))
 
-    def _spawn(self, name: str) -> Handle[RolloutWorker]:
-        return self._runtime.spawn(WorkerSpec(name, replaceable=True), RolloutWorker, self._settings)
+    def _spawn(self, name: str) -> Handle[BalancedWorker]:
+        spec = WorkerSpec(name, replaceable=True, anywhere=self._is_anywhere)
+        return self._runtime.spawn(spec, BalancedWorker, self._settings, self._rotations())
 
     # -- jobs
 
@@ -114,7 +134,7 @@ class RolloutWorkers:
             try:
                 done = await asyncio.wrap_future(future)
             except asyncio.CancelledError:
-                worker.handle.call(RolloutWorker.cancel, job.key)
+                worker.handle.call(BalancedWorker.cancel, job.key)
                 raise
             except WorkerDied as death:
                 last = death
@@ -133,7 +153,7 @@ class RolloutWorkers:
             homes = [self._homes.pop(s.session_id, None) for s in flatten_samples(job.group) if s.session_id]
             worker = next(filter(None, homes), None) or min(self._workers, key=lambda one: len(one.jobs))
             worker.jobs[job.key] = future
-            worker.handle.call(RolloutWorker.begin, job)
+            worker.handle.call(BalancedWorker.begin, job)
         return worker, future
 
     def _remember(self, worker: _Worker, done: Done) -> None:
@@ -144,27 +164,38 @@ class RolloutWorkers:
 
     async def abort(self, scope: str) -> None:
         await asyncio.to_thread(
-            self._call_all, lambda handle: handle.call(RolloutWorker.abort, scope), _ABORT_S
+            self._call_all, lambda handle: handle.call(BalancedWorker.abort, scope), _ABORT_S
         )
 
-    def _engines(self, urls: Sequence[str]) -> tuple[tuple[str, str, str | None], ...]:
-        """Return address, name and token of the router and of each engine."""
-        return tuple((url, waits.known_as(url), http_utils.token_of(url)) for url in (self._router, *urls))
+    def _rotations(self) -> Rotations:
+        return {address: _known(balancer.urls) for address, balancer in self._balancers.items()}
+
+    def _rotate(self) -> None:
+        """Report the engines in rotation to all workers, without waiting for them."""
+        with self._lock:
+            for worker in self._workers:
+                worker.handle.call(BalancedWorker.rotate, self._rotations())
 
     def know_engines(self, urls: Sequence[str]) -> None:
-        self._settings = replace(self._settings, engines=self._engines(urls))
-        self._call_all(lambda handle: handle.call(RolloutWorker.know_engines, self._settings.engines))
+        engines = _known((self._router, *urls))
+        self._call_all(lambda handle: handle.call(BalancedWorker.know_engines, engines), engines=engines)
 
     def change(self, name: str, value: object) -> None:
         """Change a setting in all workers and in later replacements."""
-        self._settings = replace(self._settings, changes={**self._settings.changes, name: value})
-        self._call_all(lambda handle: handle.call(RolloutWorker.change, name, value))
+        changes = {**self._settings.changes, name: value}
+        self._call_all(lambda handle: handle.call(BalancedWorker.change, name, value), changes=changes)
 
     def _call_all(
-        self, call: Callable[[Handle[RolloutWorker]], Future[None]], deadline_s: float = _END_S
+        self,
+        call: Callable[[Handle[BalancedWorker]], Future[None]],
+        deadline_s: float = _END_S,
+        **settings: Any,
     ) -> None:
-        """Call all workers; one that has ended has nothing to abort, and its successor knows the changes."""
-        for future in [call(worker.handle) for worker in self._workers]:
+        """Call all workers; one that has ended has nothing to abort, and its successor has the settings."""
+        with self._lock:
+            self._settings = replace(self._settings, **settings)
+            futures = [call(worker.handle) for worker in self._workers]
+        for future in futures:
             try:
                 future.result(deadline_s)
             except (WorkerDied, waits.WaitTimeout) as error:
@@ -177,7 +208,7 @@ class RolloutWorkers:
         with waits.quietly():
             while not self._is_closed:
                 try:
-                    news = worker.handle.call_control(RolloutWorker.news).result()
+                    news = worker.handle.call_control(BalancedWorker.news).result()
                 except WorkerDied as death:
                     if not self._is_closed:
                         self._replace(worker, death)
@@ -202,13 +233,12 @@ class RolloutWorkers:
         )
         worker.handle.kill()
         try:
-            handle = self._spawn(worker.name)
+            with self._lock:  # a change reaches the new process as one of its settings, or by a call
+                worker.handle = self._spawn(worker.name)
+                self._homes = {session: home for session, home in self._homes.items() if home is not worker}
         except Exception as error:
             self._fail_jobs(worker, RunStopped(f"{worker.name} cannot be started again: {error}"))
             raise
-        with self._lock:
-            worker.handle = handle
-            self._homes = {session: home for session, home in self._homes.items() if home is not worker}
         self._fail_jobs(worker, death)
 
     def _fail_jobs(self, worker: _Worker, error: Exception) -> None:
@@ -219,8 +249,13 @@ class RolloutWorkers:
 
     def close(self) -> None:
         self._is_closed = True
-        self._call_all(lambda handle: handle.call(RolloutWorker.close))
+        self._call_all(lambda handle: handle.call(BalancedWorker.close))
         for worker in self._workers:
             worker.handle.kill()
         for follower in self._followers:  # a thread that still runs while the interpreter ends may crash it
             follower.join(_END_S)
+
+
+def _known(urls: Iterable[str]) -> tuple[tuple[str, str, str | None], ...]:
+    """Return address, name and token of each engine."""
+    return tuple((url, waits.known_as(url), http_utils.token_of(url)) for url in urls)

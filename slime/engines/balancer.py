@@ -18,7 +18,7 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,7 @@ class Balancer:
     ):
         # The requests at each engine; they end with their responses, or earlier when the engine leaves.
         self._running: dict[str, set[asyncio.Timeout]] = {url: set() for url in urls}
+        self._followers: list[Callable[[], None]] = []
         self._session_home: OrderedDict[str, str] = OrderedDict()
         self._no_engine_timeout_s = no_engine_timeout_s
         self._middlewares = tuple(middlewares)
@@ -137,12 +138,31 @@ class Balancer:
 
     # ---- who is in rotation; called from any thread but the loop's -----------------------------------------
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Return the addresses of the engines in rotation."""
+        return tuple(self._running)
+
+    def follow(self, changed: Callable[[], None]) -> None:
+        """Call `changed` after each change of `urls`."""
+        self._followers.append(changed)
+
     def add(self, server: FleetServer) -> None:
-        run(self._add(server.url))
+        self._change(self._add(server.url))
 
     def remove(self, url: str) -> None:
         """Remove an engine at once; its requests are sent to other engines."""
-        run(self._remove(url))
+        self._change(self._remove(url))
+
+    def keep(self, urls: Sequence[str]) -> None:
+        """Let these engines, and no others, be in rotation."""
+        self._change(*map(self._add, urls), *map(self._remove, set(self.urls) - set(urls)))
+
+    def _change(self, *changes: Coroutine[Any, Any, None]) -> None:
+        for change in changes:
+            run(change)
+        for changed in self._followers:
+            changed()
 
     async def _add(self, url: str) -> None:
         self._running.setdefault(url, set())

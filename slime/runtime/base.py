@@ -35,6 +35,7 @@ class WorkerSpec:
 
     `near_driver`: it may live in the driver's own process, where a debugger works; it then sees every device.
     `replaceable`: its owner starts another when it dies, so that its end is no failure of the run.
+    `anywhere`: on the host that has the fewest such objects, and rather not where one has died.
     """
 
     name: str
@@ -42,6 +43,7 @@ class WorkerSpec:
     env: dict[str, str] = field(default_factory=dict)
     near_driver: bool = False
     replaceable: bool = False
+    anywhere: bool = False
 
 
 class Future(Protocol[R_co]):

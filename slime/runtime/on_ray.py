@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +44,8 @@ _JOINED_S = 1.0  # between two counts of the machines of a cluster
 _STARTS = 4  # of a cluster for this run: Ray gives a node 30 s, which a busy machine may need
 _PULSE = "pulse"
 _LIFE = "life"
-_SENT = ("_run_dir", "_silence_limit_s", "_host_timeout_s", "_driver_node", "_nodes", "_gpu_ids")
+_SENT = {"_run_dir", "_silence_limit_s", "_host_timeout_s", "_driver_node", "_nodes", "_gpu_ids"}
+_SENT |= {"_spreads", "_is_alone"}
 _Found = tuple[str, str, tuple[int, ...], int]  # node, its address, our devices on it, its cores
 _DEATHS = (
     ray.exceptions.RayActorError,
@@ -64,11 +66,7 @@ def _join_or_start() -> None:
         )
     for again in reversed(range(1 if address else _STARTS)):
         try:
-            ray.init(
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="warning",
-            )
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
             return
         except Exception as error:  # Ray has no class for it
             ray.shutdown()
@@ -123,6 +121,7 @@ class RayHandle(WorkerHandle[T]):
 
     def __init__(self, spec: WorkerSpec, node_id: str, log: Path, make: tuple[Any, ...]):
         super().__init__(spec)
+        self.node_id = node_id
         self._log, self._shows_warnings = log, spec.near_driver or spec.replaceable
         self._host = next((_host_name(node) for node in ray.nodes() if node["NodeID"] == node_id), node_id)
         devices = spec.slot.env if spec.slot is not None else {}
@@ -237,6 +236,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
             _join_or_start()
         self._driver_node: str = ray.get_runtime_context().get_node_id()
         self._nodes: list[str] = [self._driver_node]  # of each machine of the plan
+        self._spreads, self._is_alone = False, True  # the latter: no other host is used
         self._missing: set[int] = set()  # machines that did not answer when they were last needed
         self._group: PlacementGroup | None = None
         self._gpu_ids: list[tuple[int, ...]] = []  # of each machine, as they were claimed
@@ -269,12 +269,11 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         return found
 
     def claim(self, placement: Placement) -> Placement:
-        needs = placement.gpus_of_machines
+        needs, self._spreads = placement.gpus_of_machines, placement.spreads
         if any(needs):
             return placement.on(self._claim_gpus(needs))
         # Nodes without GPUs, the driver's first.
-        nodes = sorted(_addresses(), key=lambda node: (node != self._driver_node, node))
-        self._nodes = nodes[: len(needs)]
+        self._nodes = sorted(_addresses(), key=lambda node: (node != self._driver_node, node))[: len(needs)]
         return placement.on(self._machines([((), 0)] * len(needs)))
 
     def _claim_gpus(self, needs: tuple[int, ...]) -> list[Machine]:
@@ -295,15 +294,14 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
             )
         probes = [_probe_machine(self._group, bundle, needed) for bundle, needed in enumerate(needs)]
         found = ray.get(probes, timeout=self._host_timeout_s)
-        self._nodes = [node for node, *_ in found]
-        self._gpu_ids = [gpu_ids for _, gpu_ids, _ in found]
+        self._nodes, self._gpu_ids = [node for node, *_ in found], [gpu_ids for _, gpu_ids, _ in found]
         return self._machines([(gpu_ids, cores) for _, gpu_ids, cores in found])
 
     def _machines(self, found: list[tuple[tuple[int, ...], int]]) -> list[Machine]:
         """Return the machines of the plan; loopback is enough if all are the driver's machine."""
         addresses = _addresses()
-        alone = set(self._nodes) == {self._driver_node}
-        hosts = [LOOPBACK if alone else addresses[node] for node in self._nodes]
+        self._is_alone = set(self._all_nodes()) == {self._driver_node}
+        hosts = [LOOPBACK if self._is_alone else addresses[node] for node in self._nodes]
         return [Machine(host, *rest) for host, rest in zip(hosts, found, strict=True)]
 
     def relocate(self, slots: Sequence[Slot]) -> list[Slot | None]:
@@ -333,9 +331,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
             _probe_machine(self._group, machine, len(self._gpu_ids[machine])) if machine in machines else None
             for machine in range(len(self._nodes))
         ]
-        ray.wait(
-            [probe for probe in probes if probe is not None], num_returns=len(machines), timeout=_ANSWER_S
-        )
+        ray.wait([one for one in probes if one is not None], num_returns=len(machines), timeout=_ANSWER_S)
         addresses = _addresses()
         found: dict[int, _Found | None] = {}
         for machine in machines:
@@ -356,8 +352,7 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         _, address, gpu_ids, cores = found
         before = self._gpu_ids[slot.machine] if self._gpu_ids else ()
         devices = tuple(gpu_ids[before.index(gpu)] for gpu in slot.gpu_ids)
-        alone = set(self._nodes) == {self._driver_node}
-        return replace(slot, host=LOOPBACK if alone else address, gpu_ids=devices, cores=cores)
+        return replace(slot, host=LOOPBACK if self._is_alone else address, gpu_ids=devices, cores=cores)
 
     @property
     def driver_address(self) -> str:
@@ -372,8 +367,8 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
 
     @property
     def _other_nodes(self) -> list[dict[str, Any]]:
-        used = {node for machine, node in enumerate(self._nodes) if machine not in self._missing}
-        ours = used - {self._driver_node}
+        missing = {self._nodes[machine] for machine in self._missing}
+        ours = set(self._all_nodes()) - missing - {self._driver_node}
         return [node for node in _alive_nodes() if node["NodeID"] in ours]
 
     def ask_other_hosts(
@@ -396,11 +391,26 @@ class RayRuntime(RuntimeWithWorkers[RayHandle[Any]]):
         return answers
 
     def spawn(self, spec: WorkerSpec, cls: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        node = self._driver_node if spec.slot is None else self._node_of(spec.slot)
+        node = self._least_used() if spec.anywhere else self._driver_node
+        if spec.slot is not None:
+            node = self._node_of(spec.slot)
         log = self.log_folder / f"{spec.name}.log"  # on the machine where it runs
         handle: RayHandle[T] = RayHandle(spec, node, log, (cls, args, kwargs))
         self._hold(handle)
         return handle
+
+    def _all_nodes(self) -> list[str]:
+        """Return the nodes of the plan, and those without GPUs where the plan lets objects go there."""
+        more = [node["NodeID"] for node in _alive_nodes() if not _num_gpus(node)] if self._spreads else []
+        return [*self._nodes, *more]
+
+    def _least_used(self) -> str:
+        """Return the node for an object that may go anywhere: the driver's, if all nodes have as many."""
+        ours = [worker for worker in self._workers if worker.is_anywhere]
+        lost = Counter(worker.node_id for worker in ours if worker.ended_here or worker.end.done())
+        made = Counter(worker.node_id for worker in ours)
+        nodes = [] if self._is_alone else [node for node in self._all_nodes() if node in _addresses()]
+        return min([self._driver_node, *nodes], key=lambda node: (lost[node], made[node]))
 
     def _node_of(self, slot: Slot) -> str:
         """Return the node of a slot; a machine that has come back is another node at the same address."""

@@ -51,10 +51,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One slot per trainer rank and per engine; where they are colocated, they name the same devices."""
+    """One slot per trainer rank and per engine; where they are colocated, they name the same devices.
+
+    `spreads`: objects that go `anywhere` may also use hosts without GPUs, where the plan has no slot.
+    """
 
     trainer: tuple[Slot, ...]
     engines: tuple[Slot, ...]
+    spreads: bool = False
 
     @property
     def gpus_of_machines(self) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ class WorkerHandle(Handle[T]):
 
     def __init__(self, spec: WorkerSpec):
         self.name, self.notes, self.is_replaceable = spec.name, Notes(), spec.replaceable
+        self.is_anywhere = spec.anywhere
         self.end: concurrent.futures.Future[WorkerDied] = concurrent.futures.Future()  # how it has ended
         self.ended_here = False  # on purpose: set before it is killed
         self._ids = itertools.count()

@@ -6,6 +6,7 @@ import signal
 import threading
 
 import pytest
+from balancer_world import balanced, member
 from fake_engine import FakeEngine, sample_index
 from ledger_world import World
 from patience import eventually
@@ -139,6 +140,27 @@ def test_surplus_requests_of_workers_are_aborted_and_partial_responses_continue(
             second = rollout(namespace, source, 1)
     assert all(sample.response_length == 6 for sample in flatten_samples(second.samples))
     assert_conserved(source)
+
+
+def test_workers_spread_requests_themselves_over_the_engines_that_are_in_rotation(tmp_path):
+    with FakeEngine() as first, FakeEngine() as second, balanced([first.url]) as (address, balancer):
+        port = int(address.rpartition(":")[2])
+        facts = {"sglang_router_ip": "127.0.0.1", "sglang_router_port": port}
+        args, info = make_run(tmp_path, None, *WORKERS, **facts, engine_urls=(first.url, second.url))
+        namespace = plugin_args(args, info)
+        asked = []
+        balancer._send_somewhere = asked.append  # a request here would be an error
+        with workers_of(tmp_path, args, info, balancers={("127.0.0.1", port): balancer}) as workers:
+            rollout(namespace, make_source(namespace))
+            assert (len(first.requests), len(second.requests)) == (8, 0)
+            balancer.add(member(second.url))
+            rollout(namespace, make_source(namespace))
+            assert len(first.requests) > 8 and second.requests
+            balancer.remove(first.url)
+            before = len(first.requests)
+            os.kill(workers._workers[0].handle.pid, signal.SIGKILL)
+            rollout(namespace, make_source(namespace))
+    assert len(first.requests) == before and not asked
 
 
 def test_an_error_in_a_worker_is_the_error_of_the_rollout(tmp_path):

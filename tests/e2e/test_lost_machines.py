@@ -6,8 +6,9 @@ import shutil
 import pytest
 from loop_helpers import make_world, run_train, series, start_train, wait_for
 from patience import PATIENCE_S
-from ray_nodes import THIRD_HOST, ray_cluster
+from ray_nodes import SECOND_HOST, THIRD_HOST, ray_cluster
 
+from slime.record.audit import audit
 from slime.utils.files.run_file import read_run
 from slime.utils.machine import shm
 
@@ -78,6 +79,18 @@ def test_a_machine_that_joins_takes_the_place_of_the_lost_one(world, monkeypatch
     code, said = lose_a_machine(world, "joined", monkeypatch, join)
     assert code == 0, said[-6000:]
     assert_same_losses(world, "joined")
+
+
+def test_a_rollout_worker_of_a_lost_machine_is_replaced_and_the_samples_stay_the_same(world, monkeypatch):
+    """The machine has neither a rank nor an engine."""
+    sizes = {"actor_num_nodes": 1, "actor_num_gpus_per_node": 2, "rollout_workers": 2}
+    code, said = lose_a_machine(world, "worked", monkeypatch, **sizes)
+    assert code == 0, said[-6000:]
+    assert "rollout-worker-1 ended while it had" in said and f"({SECOND_HOST}): " in said, said[-6000:]
+    for name in ("train/loss", "rollout/raw_reward"):
+        calm, lost = series(world, "calm", name), series(world, "worked", name)
+        assert lost == {step: pytest.approx(value, abs=1e-4, rel=1e-3) for step, value in calm.items()}, name
+    assert audit(world / "worked" / "record.db").violations == []
 
 
 def test_without_one_the_run_says_what_it_needs(world, monkeypatch):

@@ -1,5 +1,7 @@
 """A Ray cluster that does not start, is not there, or grows: `ray.init` and the list of nodes are fakes."""
 
+import concurrent.futures
+
 import pytest
 
 from slime.runtime.placement import Slot
@@ -97,6 +99,7 @@ def test_a_machine_that_did_not_answer_is_not_asked_when_the_others_go_on(on_ray
     monkeypatch.setattr(on_ray, "_answering", lambda asked: ["head"])
     runtime = on_ray.RayRuntime.__new__(on_ray.RayRuntime)
     runtime._driver_node, runtime._nodes = "head", ["head", "other"]
+    runtime._spreads, runtime._is_alone = False, False
     runtime._group, runtime._gpu_ids = None, []
     runtime._missing = set()
     assert runtime.other_hosts == ("other (10.0.0.2)",)
@@ -112,3 +115,40 @@ def test_a_host_that_came_back_is_another_node_with_its_address(on_ray, monkeypa
     monkeypatch.setattr(on_ray, "_addresses", lambda: {"head": "10.0.0.1"})
     with pytest.raises(WorkerDied, match=r"the host 10\.0\.0\.2 is not in the Ray cluster"):
         runtime._node_of(slot)
+
+
+class FakeWorker:
+    is_anywhere, ended_here = True, False
+
+    def __init__(self, node):
+        self.node_id, self.end = node, concurrent.futures.Future()
+
+
+def test_objects_that_go_anywhere_are_spread_over_the_hosts_of_the_run_and_those_without_gpus(
+    on_ray, monkeypatch
+):
+    gpus = {"head": 0, "ours": 8, "other-run": 8, "cpu": 0}
+    nodes = [
+        {"NodeID": name, "NodeManagerAddress": name, "NodeManagerHostname": name, "Resources": {"GPU": count}}
+        for name, count in gpus.items()
+    ]
+    monkeypatch.setattr(on_ray, "_alive_nodes", lambda: nodes)
+    runtime = on_ray.RayRuntime.__new__(on_ray.RayRuntime)
+    runtime._driver_node, runtime._nodes, runtime._workers = "head", ["ours"], []
+    runtime._spreads, runtime._missing = True, set()
+    runtime._machines([((0,), 1)])
+    assert set(runtime.other_hosts) == {"ours (ours)", "cpu (cpu)"}, "they are checked before the start"
+
+    def place(count):
+        for _ in range(count):
+            runtime._workers.append(FakeWorker(runtime._least_used()))
+        return [worker.node_id for worker in runtime._workers[-count:]]
+
+    assert place(4) == ["head", "ours", "cpu", "head"]
+    runtime._workers[2].end.set_result(None)
+    assert place(3) == ["ours", "head", "ours"], "rather not where one has died"
+    del nodes[1]
+    assert place(1) == ["head"], "its host is lost"
+    runtime._spreads, runtime._nodes = False, ["head"]
+    runtime._machines([((), 1)])
+    assert runtime.other_hosts == () and set(place(3)) == {"head"}

@@ -76,12 +76,12 @@ def assert_conserved(source: RolloutDataSourceWithBuffer) -> None:
 
 
 @contextlib.contextmanager
-def workers_of(folder, args, info, durable=None):
+def workers_of(folder, args, info, durable=None, balancers=None):
     from slime.runtime.local import LocalRuntime  # loads torch
 
     runtime = LocalRuntime(folder / "run", "test-rollout-workers-")
     try:
-        workers = RolloutWorkers(args, info, runtime, durable)
+        workers = RolloutWorkers(args, info, runtime, durable, balancers or {})
         current.use(workers)
         yield workers
         assert not runtime.failure.done()  # a worker that dies does not end the run

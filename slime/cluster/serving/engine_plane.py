@@ -13,7 +13,8 @@ from slime.arguments import Args, RunInfo
 from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.catalog.deadlines import timeout_s
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.cluster.serving.served_model import ModelService, make_servers, ranks_on_engines
+from slime.cluster.serving.served_model import Address, ModelService, make_servers, ranks_on_engines
+from slime.engines.balancer import Balancer
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.runtime.base import P, R, Runtime
 from slime.runtime.placement import Placement
@@ -51,6 +52,11 @@ class EnginePlane:
     def urls(self) -> tuple[str, ...]:
         """Return the addresses of all engines of the policy; empty if the run has none."""
         return self._fleet.urls
+
+    @property
+    def balancers(self) -> dict[Address, Balancer]:
+        """Return the load balancers of this process by their addresses."""
+        return {at: one for service in self._services for at, one in service.balancers.items()}
 
     def connect(self, info: RunInfo) -> RunInfo:
         """Wait for every engine; return the facts of the run with their addresses and limits."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slime.arguments import Args, RunInfo, plugin_args
+from slime.arguments import Args, PluginArgs, RunInfo, plugin_args
 from slime.arguments.groups.topology import ServedModel
 from slime.arguments.passthrough.router_flags import need_router_python
 from slime.catalog.deadlines import timeout_s
@@ -77,12 +77,17 @@ def open_endpoint(
     if len(servers) == 1 and not asked and here:
         return Endpoint(servers, int(servers[0].url.rpartition(":")[2]))
     seen = plugin_args(args, RunInfo(run_.run_id, str(run_.run_dir)))
-    balancer = Balancer(
-        [server.url for server in servers],
+    balancer = make_balancer(args, seen, [server.url for server in servers])
+    return Endpoint(servers, run(balancer.start(port=port or 0)), balancer)
+
+
+def make_balancer(args: Args, seen: PluginArgs, urls: Sequence[str]) -> Balancer:
+    """Return slime's load balancer for these engines. `seen`: what middlewares get."""
+    return Balancer(
+        urls,
         no_engine_timeout_s=timeout_s(args, "no-engine"),
         middlewares=[load_function(path)(seen) for path in args.router_middleware_paths],
     )
-    return Endpoint(servers, run(balancer.start(port=port or 0)), balancer)
 
 
 def join_router(args: Args, servers: tuple[FleetServer, ...]) -> Endpoint:
@@ -142,6 +147,11 @@ class ModelService:
     def _routers(self) -> list[SGLangRouter | ExternalRouter]:
         fronts = (endpoint.front for endpoint in self._endpoints)
         return [front for front in fronts if isinstance(front, SGLangRouter | ExternalRouter)]
+
+    @property
+    def balancers(self) -> dict[Address, Balancer]:
+        """Return slime's own load balancers by their addresses; they are in this process."""
+        return {(e.host, e.port): e.front for e in self._endpoints if isinstance(e.front, Balancer)}
 
     @property
     def urls(self) -> tuple[str, ...]:
