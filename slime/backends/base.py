@@ -164,6 +164,10 @@ class OutputMatrix(Protocol):
         """
         ...
 
+    def log_probs_of(self, hidden: Tensor, ids: Tensor, *, temperature: float, chunk_size: int) -> Tensor:
+        """Return [R, K] log-probs of `ids` [R, K], the same on all ranks; differentiable."""
+        ...
+
 
 # Runs next to the output matrix, on the hidden states [R, H] that predict the response tokens.
 HeadFunction = Callable[[Tensor, OutputMatrix, MicroBatch], Tensor]

@@ -31,6 +31,8 @@ _DTYPES = {
     "loss_masks": torch.int32,
     "rollout_log_probs": torch.float32,
     "teacher_log_probs": torch.float32,
+    "teacher_top_ids": torch.int32,
+    "teacher_top_log_probs": torch.float32,
     "versions": torch.int32,
     "token_rewards": torch.float32,
     "rollout_top_p_token_ids": torch.int32,
@@ -252,10 +254,12 @@ def _convert(args: Flags, samples: list[Sample]) -> RolloutBatch:
 
 
 def _add_optional(batch: RolloutBatch, samples: list[Sample]) -> None:
-    keys: tuple[TokenKey, ...] = ("rollout_log_probs", "teacher_log_probs")
+    keys: tuple[TokenKey, ...] = (
+        *("rollout_log_probs", "teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs"),
+    )
     for key in keys:
         if _all_or_none(samples, key):
-            batch[key] = _rows([values_of(s, key) for s in samples], torch.float32)
+            batch[key] = _rows([values_of(s, key) for s in samples], _DTYPES[key])
     if _all_or_none(samples, "rollout_routed_experts"):
         experts: list[Any] = [values_of(s, "rollout_routed_experts") for s in samples]
         # References stay: each trainer rank reads the arrays of its own samples.

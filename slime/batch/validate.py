@@ -13,6 +13,7 @@ from slime.utils.types import RolloutBatch, Sample, TokenKey, is_score
 
 PER_TOKEN_KEYS: tuple[TokenKey, ...] = (
     *("loss_masks", "rollout_log_probs", "teacher_log_probs", "versions", "token_rewards"),
+    *("teacher_top_ids", "teacher_top_log_probs"),
 )
 REQUIRED_KEYS = ("tokens", "response_lengths", "loss_masks", "rewards", "rollout_ids", "rollout_mask_sums")
 

@@ -126,6 +126,7 @@ train/mis_chi2_seq: chi-square distance per response = grows with the length
 train/mis_training_ppl: perplexity of the responses under the trainer
 train/mis_rollout_ppl: perplexity of the responses under the engine = equal to mis_training_ppl
 train/opd_reverse_kl: reverse KL to the teacher, which is minimised = falls
+train/opd_forward_kl: forward KL to the teacher on its top ids, which is minimised = falls
 train/accuracy: share of pairs in which the chosen response wins (DPO, reward model) = rises above 0.5
 train/margin: reward of the chosen response minus that of the rejected one = rises
 train/chosen_rewards: reward of the chosen response

@@ -2,7 +2,8 @@
 
 `--use-opd --opd-type engine --rm-url http://teacher/generate --custom-rm-path
 slime.rollout.on_policy_distillation.reward_func`. The teacher is any server that answers SGLang's /generate
-with `input_token_logprobs`. The reward itself is 0: the policy learns from the teacher alone.
+with `input_token_logprobs`. The reward itself is 0: the policy learns from the teacher alone. With
+`--opd-kl reverse_top_k` or `forward_top_k` the teacher also reports its --opd-top-k most likely ids.
 
 Several teachers: `--rm-url math=http://one/generate,code=http://two/generate`; `metadata["teacher"]` of a
 sample names its teacher. The policy as its own teacher: `self_reward_func` in place of `reward_func`.
@@ -11,7 +12,10 @@ sample names its teacher. The policy as its own teacher: `self_reward_func` in p
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from slime.arguments import PluginArgs
+from slime.arguments.groups.objectives import TOP_KLS
 from slime.catalog.deadlines import timeout_s
 from slime.data.prompt_rows import render_prompt
 from slime.rollout.generation.state import get_model_url
@@ -73,12 +77,14 @@ def teacher_url(addresses: str, sample: Sample) -> str:
 
 
 async def _ask(args: PluginArgs, sample: Sample, url: str, tokens: list[int]) -> float | RewardFailure:
+    top_k = args.opd_top_k if args.opd_kl in TOP_KLS else 0
     payload = {
         "input_ids": tokens,
         # Servers score an input at temperature 1 whatever is asked.
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
         "return_logprob": True,
         "logprob_start_len": 0,
+        "top_logprobs_num": top_k,
     }
     try:
         answer = await post(url, payload, max_retries=9, timeout_s=timeout_s(args, "generate"))
@@ -86,6 +92,8 @@ async def _ask(args: PluginArgs, sample: Sample, url: str, tokens: list[int]) ->
         return infra_error(f"teacher at {url}: {error}")
     try:
         sample.teacher_log_probs = response_log_probs(answer, sample, tokens)
+        if top_k:
+            add_top_log_probs(answer, sample, top_k)
     except ValueError as error:
         return invalid(str(error))
     return 0.0
@@ -120,3 +128,21 @@ def response_log_probs(answer: dict[str, Any], sample: Sample, tokens: Sequence[
             found = f"the teacher scored token {entry[1]} where response token {position} is {token}"
             raise ValueError(f"{found}: it must share the policy's tokenizer.")
     return [float(entry[0]) for entry in tail]
+
+
+def add_top_log_probs(answer: dict[str, Any], sample: Sample, top_k: int) -> None:
+    """Set the teacher's `top_k` most likely ids of each response token, and their log-probs, on the sample.
+
+    `input_top_logprobs` is [[[log-prob, token id], ...], ...].
+    """
+    rows = answer["meta_info"].get("input_top_logprobs") or []
+    tail = rows[len(rows) - sample.response_length :]
+    lengths = {len(row or ()) for row in tail}
+    if len(tail) != sample.response_length or lengths - {top_k}:
+        raise ValueError(
+            f"the teacher returned {len(tail)} rows of {sorted(lengths)} top log-probs for "
+            f"{sample.response_length} response tokens, not {top_k} for each: its server must support "
+            "top_logprobs_num, and --opd-top-k be at most its vocabulary."
+        )
+    sample.teacher_top_ids = np.array([[entry[1] for entry in row] for row in tail], np.int32)
+    sample.teacher_top_log_probs = np.array([[entry[0] for entry in row] for row in tail], np.float32)

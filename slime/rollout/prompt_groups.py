@@ -144,6 +144,7 @@ def without_response(sample: Sample) -> Sample:
     new.response, new.response_length, new.reward = "", 0, None
     new.loss_mask = new.rollout_log_probs = new.turn_rewards = None
     new.rollout_top_p_token_ids = new.rollout_top_p_token_offsets = new.rollout_routed_experts = None
+    new.teacher_log_probs = new.teacher_top_ids = new.teacher_top_log_probs = None
     new.version_spans, new.weight_versions = [], []
     new.status, new.session_id = Sample.Status.PENDING, None
     _drop_later_images(new)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from slime.algorithms.distillation import sampled_reverse_kl, subtract_reverse_kl
+from slime.algorithms.distillation import sampled_reverse_kl, subtract_reverse_kl, top_kl
 from slime.arguments import Flags
+from slime.arguments.groups.objectives import TOP_KLS
 from slime.backends.base import (
     HeadFunction,
     Loss,
@@ -23,11 +24,12 @@ def wants_full_kl(args: Flags) -> bool:
     return args.use_opd and args.opd_kl == "full"
 
 
-def require_teacher_log_probs(batch: RolloutBatch) -> None:
+def require_teacher_log_probs(args: Flags, batch: RolloutBatch) -> None:
     """Raise if log-probs of the teacher are missing, which the rollout requests from a teacher engine."""
-    if "teacher_log_probs" not in batch:
+    name = "teacher_top_ids" if args.opd_kl in TOP_KLS else "teacher_log_probs"
+    if name not in batch:
         raise ValueError(
-            "--opd-type engine: the samples carry no teacher_log_probs; score them with --custom-rm-path "
+            f"--opd-type engine: the samples carry no {name}; score them with --custom-rm-path "
             "slime.rollout.on_policy_distillation.reward_func and --rm-url of the teacher, or set them "
             "in the rollout."
         )
@@ -46,24 +48,41 @@ def add_reverse_kl(args: Flags, batch: RolloutBatch, student: list[Tensor] | Non
     """Record `opd_reverse_kl` and, unless the KL is a loss of its own, subtract it from the advantages."""
     assert student is not None, "distillation needs the policy's log-probs of its samples"
     reverse_kl = batch["opd_reverse_kl"] = sampled_reverse_kl(student, batch["teacher_log_probs"])
-    if not wants_full_kl(args):
+    if args.opd_kl == "sampled":
         batch["advantages"] = subtract_reverse_kl(batch["advantages"], reverse_kl, args.opd_kl_coef)
 
 
 def with_distillation(loss: Loss, backend: TrainBackend, args: Flags) -> Loss:
-    """Return the loss that also reports the reverse KL to the teacher and, if requested, adds the full KL."""
-    full = wants_full_kl(args)
+    """Return the loss that also reports the KL to the teacher, and adds it unless it is in the advantages."""
 
     def loss_fn(out: TokenOutputs, mb: MicroBatch) -> tuple[Tensor, Metrics]:
         value, metrics = loss.fn(out, mb)
-        if not full:
+        if args.opd_kl == "sampled":
             return value, metrics | {"opd_reverse_kl": mean_reducer(args, mb)(mb.tokens["opd_reverse_kl"])}
-        assert out.extra is not None, "the full KL is computed at the head"
+        assert out.extra is not None, "this KL is computed at the head"
         value = value + args.opd_kl_coef * loss_reducer(args, mb)(out.extra)
-        reported = {"opd_reverse_kl": mean_reducer(args, mb)(out.extra.detach()), "loss": value.detach()}
+        name = "opd_forward_kl" if args.opd_kl == "forward_top_k" else "opd_reverse_kl"
+        reported = {name: mean_reducer(args, mb)(out.extra.detach()), "loss": value.detach()}
         return value, metrics | reported
 
-    return replace(loss, fn=loss_fn, at_head=_full_kl_at_head(backend, args) if full else None)
+    at_head = None
+    if args.opd_kl != "sampled":
+        at_head = _full_kl_at_head(backend, args) if wants_full_kl(args) else _top_kl_at_head(args)
+    return replace(loss, fn=loss_fn, at_head=at_head)
+
+
+def _top_kl_at_head(args: Flags) -> HeadFunction:
+    """KL between policy and teacher on the teacher's most likely ids at each response token."""
+
+    def at_head(hidden: Tensor, matrix: OutputMatrix, mb: MicroBatch) -> Tensor:
+        if not mb.positions:
+            return hidden.sum(-1).float() + 0.0 * matrix.weight[0, 0]
+        ids, teacher = mb.tokens["teacher_top_ids"].long(), mb.tokens["teacher_top_log_probs"]
+        chunk_size, temperature = args.log_probs_chunk_size, args.rollout_temperature
+        student = matrix.log_probs_of(hidden, ids, temperature=temperature, chunk_size=chunk_size)
+        return top_kl(student, teacher, forward=args.opd_kl == "forward_top_k")
+
+    return at_head
 
 
 def _full_kl_at_head(backend: TrainBackend, args: Flags) -> HeadFunction:

@@ -53,7 +53,7 @@ SAMPLED_LOSSES = ("policy_loss", "custom_loss")
 # Lists of the batch that a loss may read per token.
 LOSS_TOKENS: tuple[TokenKey, ...] = (
     *("advantages", "returns", "log_probs", "ref_log_probs", "rollout_log_probs", "opd_reverse_kl"),
-    "teacher_hidden",
+    *("teacher_hidden", "teacher_top_ids", "teacher_top_log_probs"),
 )
 
 
@@ -153,7 +153,7 @@ class TrainingStep:
             with self._timed("teacher_log_probs"):
                 teacher_kl.add_teacher(backend, mbs, batch, full_kl=teacher_kl.wants_full_kl(args))
         elif args.use_opd:
-            teacher_kl.require_teacher_log_probs(batch)
+            teacher_kl.require_teacher_log_probs(args, batch)
         if needs_reference(args):
             with self._timed("ref_log_probs"):
                 batch["ref_log_probs"] = backend.log_probs(mbs, weights="ref").log_probs

@@ -37,6 +37,7 @@ class ExpertArgs(Protocol):
 
 
 IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
 Tensors: TypeAlias = "list[torch.Tensor]"  # one for each sample of a batch
 
 
@@ -136,6 +137,8 @@ class Sample:
     rollout_routed_experts: IntArray | None = None
     remove_sample: bool = False  # set by a sample filter: stays in the statistics, trains nothing
     teacher_log_probs: list[float] | None = None
+    teacher_top_ids: IntArray | None = None  # [R, K] int32, the teacher's most likely ids of each token
+    teacher_top_log_probs: FloatArray | None = None  # [R, K] fp32
     status: SampleStatus = SampleStatus.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
@@ -330,6 +333,8 @@ class RolloutBatch(TypedDict, total=False):
     multimodal_train_inputs: list[dict[str, Any] | None]  # of the processor = {"image_grid_thw": [[1, 2, 2]]}
     round_number: list[int]  # of an agent's conversation = 2
     teacher_log_probs: Tensors  # [R_i] fp32, of a teacher engine or by the step = [-0.3, 0.0, -0.1]
+    teacher_top_ids: Tensors  # [R_i, K] int32, of a teacher engine = [[7, 9], [3, 8], [2, 7]]
+    teacher_top_log_probs: Tensors  # [R_i, K] fp32 = [[-0.3, -1.4], [-0.1, -2.5], [-0.1, -3.0]]
     token_rewards: Tensors  # [R_i] fp32, in place of `rewards` where turns have their own = [0.2, 0.0, 0.7]
     # -- added by the training step, where the run needs it
     log_probs: Tensors  # [R_i] fp32 of the old policy, before any update = [-0.1, -5.2, -0.2]
@@ -347,7 +352,7 @@ class RolloutBatch(TypedDict, total=False):
 TokenKey = Literal[
     "loss_masks", "rollout_log_probs", "versions", "teacher_log_probs", "log_probs", "entropy",
     "ref_log_probs", "teacher_hidden", "values", "kl", "advantages", "returns", "opd_reverse_kl",
-    "token_rewards",
+    "token_rewards", "teacher_top_ids", "teacher_top_log_probs",
 ]  # fmt: skip
 SampleKey = Literal["response_lengths", "rewards", "raw_reward", "rollout_mask_sums", "truncated"]
 

@@ -31,6 +31,11 @@ def test_a_teacher_may_go_by_either_name(name, meant, tmp_path):
             ("--use-opd", "--opd-type", "engine", "--opd-kl", "full"),
             "--opd-kl full needs the teacher's whole distribution",
         ),
+        (
+            ("--use-opd", "--opd-type", "trainer", "--opd-teacher-load", "a/b", "--opd-kl", "reverse_top_k"),
+            "--opd-kl reverse_top_k is for a teacher on an engine",
+        ),
+        (("--use-opd", "--opd-type", "engine", "--opd-top-k", "4"), "--opd-top-k is 4, .* --opd-kl"),
         (("--opd-kl-coef", "2"), "--opd-kl-coef is 2.0, but it has an effect only with --use-opd"),
         (("--dpo-beta", "0.3"), "--dpo-beta is 0.3, but it has an effect only with --loss-type dpo_loss"),
         (

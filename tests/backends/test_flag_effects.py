@@ -124,6 +124,7 @@ VALUES = {
     "opd_type": "trainer",
     "opd_kl": "full",
     "opd_kl_coef": 0.2,
+    "opd_top_k": 3,
     "opd_teacher_load": "FOLDER/third",
     "opd_teacher_ckpt_step": 3,
     "dpo_beta": 0.7,

@@ -39,6 +39,20 @@ def test_log_probs_under_filters_are_still_those_of_the_full_distribution(engine
     assert largest_difference(made.log_probs, plain_log_probs(old_model, PROMPT, made.ids, 0.8)) < CLOSE
 
 
+def test_a_scored_input_comes_with_its_most_likely_ids(engine, old_model):
+    import torch
+
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+    body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 7}
+    first, *rows = engine.post("generate", body)["meta_info"]["input_top_logprobs"]
+    assert not first and len(rows) == len(PROMPT) - 1
+    with torch.inference_mode():
+        dist = torch.log_softmax(old_model(torch.tensor([PROMPT])).logits[0, :-1].float(), -1)
+    values, ids = dist.topk(7, -1)
+    assert [[entry[1] for entry in row] for row in rows] == ids.tolist()
+    assert largest_difference([entry[0] for row in rows for entry in row], values.flatten().tolist()) < CLOSE
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_can_tells_what_each_token_was_drawn_from(engine, old_model, stream):
     import torch

@@ -43,6 +43,7 @@ async def ask(answer, sample, function=reward_func, **more):
     args = SimpleNamespace(
         rm_url=f"http://127.0.0.1:{port}/generate", rollout_temperature=1.0, timeouts={"generate": PATIENCE_S}
     )
+    vars(args).update(opd_kl="sampled", opd_top_k=2)
     vars(args).update(sglang_router_ip="127.0.0.1", sglang_router_port=port, **more)
     try:
         return await function(args, sample), seen
@@ -81,6 +82,26 @@ def test_an_answer_that_does_not_fit_is_no_score(answer, reason):
     reward, _ = async_utils.run(ask(answer, sample))
     assert isinstance(reward, RewardFailure) and reason in reward.reason
     assert sample.teacher_log_probs is None
+
+
+def with_top(payload, num_entries=2):
+    answer = scored(payload)
+    rows = [[[-0.1 * k, 10 * i + k, None] for k in range(num_entries)] for i in range(4)]
+    answer["meta_info"]["input_top_logprobs"] = [None, *rows[1:]]
+    return answer
+
+
+def test_the_teachers_top_ids_of_the_response_are_kept():
+    sample = Sample(**SAMPLE)
+    reward, [payload] = async_utils.run(ask(with_top, sample, opd_kl="forward_top_k"))
+    assert reward == 0.0 and payload["top_logprobs_num"] == 2 and sample.teacher_log_probs == [-1.0, -1.5]
+    assert sample.teacher_top_ids.tolist() == [[20, 21], [30, 31]]
+    assert sample.teacher_top_log_probs.tolist() == [[0.0, pytest.approx(-0.1)]] * 2
+    again = Sample.from_dict(sample.to_dict())
+    assert again.teacher_top_ids is sample.teacher_top_ids
+    for answer in (scored, lambda payload: with_top(payload, 1)):
+        reward, _ = async_utils.run(ask(answer, sample, opd_kl="reverse_top_k"))
+        assert isinstance(reward, RewardFailure) and "not 2 for each" in reward.reason
 
 
 def test_rewards_beside_a_teacher_are_zero():

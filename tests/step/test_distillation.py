@@ -7,7 +7,7 @@ from step_helpers import PACKINGS, SGD, hf_model, plain_log_dist, plain_log_prob
 from tiny_model import make_tiny_model
 from trainer_helpers import backend_of, random_samples, train, trainer_args, weights_of
 
-from slime.algorithms.distillation import full_reverse_kl
+from slime.algorithms.distillation import full_reverse_kl, log_probs_of, top_kl
 
 
 def opd_args(model, teacher, **changes):
@@ -104,6 +104,68 @@ def test_log_probs_of_a_served_teacher_must_be_on_the_samples(model):
     for sample in samples:
         sample.teacher_log_probs = [-1.0] * sample.response_length
     assert "train/opd_reverse_kl" in train(backend_of(args), args, samples)
+
+
+@pytest.mark.parametrize("kind", ["reverse_top_k", "forward_top_k"])
+def test_the_kl_on_the_top_ids_of_a_served_teacher_is_a_loss_of_its_own(model, teacher, kind):
+    args = trainer_args(
+        model, use_opd=True, opd_type="engine", opd_kl=kind, opd_top_k=5, opd_kl_coef=0.5, micro_batch_size=3
+    )
+    vars(args).update(SGD, log_probs_chunk_size=4)
+    samples = random_samples(2, 4)
+    student, expert = hf_model(model), hf_model(teacher)
+    total = 0.0
+    for sample in samples:
+        sample.reward = 0.0
+        sample.teacher_log_probs = plain_log_probs(expert, sample).tolist()
+        top = plain_log_dist(expert, sample).detach().topk(5, -1)
+        sample.teacher_top_ids, sample.teacher_top_log_probs = top.indices.int().numpy(), top.values.numpy()
+        own = plain_log_dist(student, sample).gather(1, top.indices)
+        p = torch.cat([own.exp(), 1 - own.exp().sum(-1, keepdim=True)], -1)
+        q = torch.cat([top.values.exp(), 1 - top.values.exp().sum(-1, keepdim=True)], -1)
+        kl = (q * (q / p).log() if kind == "forward_top_k" else p * (p / q).log()).sum(-1)
+        mask = torch.tensor(sample.loss_mask).float()
+        total = total + (kl * mask).sum() / mask.sum()
+    (0.5 * total / len(samples)).backward()
+    backend = backend_of(args)
+    before = weights_of(backend)
+    metrics = train(backend, args, samples)
+    name = "train/opd_forward_kl" if kind == "forward_top_k" else "train/opd_reverse_kl"
+    assert metrics[name] == pytest.approx(total.item() / len(samples), rel=1e-4)
+    after = weights_of(backend)
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(before[name] - after[name], parameter.grad, rtol=1e-3, atol=1e-5)
+    samples[0].teacher_top_ids = None
+    with pytest.raises(ValueError, match="1 of 8 samples have no teacher_top_ids"):
+        train(backend, args, samples)
+
+
+def test_the_kl_on_top_ids_equals_the_obvious_one_in_float64():
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (
+        torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for size in [(7, 5), (11, 5)]
+    )
+    teacher = torch.log_softmax(torch.randn(7, 11, generator=generator, dtype=torch.float64), -1)
+    own = torch.log_softmax(hidden @ weight.T / 0.7, -1)
+    for number in (1, 4, 11):
+        theirs, ids = teacher.topk(number, -1)
+        got = log_probs_of(hidden, weight, ids, temperature=0.7, chunk_size=3)
+        torch.testing.assert_close(got, own.gather(1, ids), rtol=1e-10, atol=1e-10)
+        for forward in (False, True):
+            want = []
+            for row in range(7):
+                p = [own[row, i].exp() for i in ids[row]] + [1 - sum(own[row, i].exp() for i in ids[row])]
+                q = [value.exp() for value in theirs[row]] + [1 - sum(v.exp() for v in theirs[row])]
+                if number == 11:  # nothing is left
+                    p, q = p[:-1], q[:-1]
+                a, b = (q, p) if forward else (p, q)
+                want.append(sum(x * (x.log() - y.log()) for x, y in zip(a, b, strict=True)))
+            value, want = top_kl(got, theirs, forward=forward), torch.stack(want)
+            assert (value >= 0).all()
+            torch.testing.assert_close(value, want, rtol=1e-9, atol=1e-12)
+            grads = [torch.autograd.grad(v.sum(), (hidden, weight), retain_graph=True) for v in (value, want)]
+            torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-10)
 
 
 def test_the_chunked_full_kl_equals_the_obvious_one_in_float64():

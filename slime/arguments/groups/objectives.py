@@ -10,6 +10,7 @@ from slime.catalog.optimizers import OPTIMIZERS
 
 PAIR_LOSSES = tuple(name for name, row in LOSS_TYPES.items() if row.has_pairs)
 SUPERVISED_LOSSES = tuple(name for name, row in LOSS_TYPES.items() if row.is_supervised)
+TOP_KLS = ("reverse_top_k", "forward_top_k")  # values of --opd-kl that read a teacher engine's top ids
 # Names of --opd-type in recipes written for other versions.
 OPD_TYPE_ALIASES = {"sglang": "engine", "megatron": "trainer"}
 
@@ -23,6 +24,7 @@ CRITIC = both(
 )
 DISTILS = needs("use_opd")
 TEACHER_IN_TRAINER = needs("opd_type", "trainer")
+TOP_KL = needs("opd_kl", *TOP_KLS)
 DPO = needs("loss_type", "dpo_loss")
 NOT_PAIRS = lacks("loss_type", *PAIR_LOSSES)
 REFERENCE = either(needs("use_kl_loss"), needs("kl_coef"), needs("loss_type", "dpo_loss"))
@@ -83,9 +85,13 @@ class DistillationFlags:
     )
     opd_kl: str = flag(
         "sampled",
-        "reverse KL on the sampled token, in the advantage, or over the vocabulary, as a loss (trainer)",
-        choices=("sampled", "full"),
+        "reverse KL on the sampled token, in the advantage; or as a loss: over the vocabulary (trainer), or "
+        "reverse or forward KL on the teacher's --opd-top-k (engine)",
+        choices=("sampled", "full", *TOP_KLS),
         only_with=DISTILS,
+    )
+    opd_top_k: int = flag(
+        64, "the teacher's most likely ids per token that --opd-kl reads", ge=1, only_with=TOP_KL
     )
     opd_kl_coef: float = flag(1.0, "weight of the reverse KL to the teacher", ge=0, only_with=DISTILS)
     opd_teacher_load: str | None = flag(
@@ -122,8 +128,13 @@ def distillation(draft: Draft) -> None:
         )
     if draft.opd_type == "engine" and draft.opd_kl == "full":
         raise ValueError(
-            "--opd-kl full needs the teacher's whole distribution, and an engine returns the sampled "
-            "token's log-prob; use --opd-type trainer."
+            "--opd-kl full needs the teacher's whole distribution, and an engine returns log-probs of a few "
+            "tokens; use --opd-type trainer, or --opd-kl reverse_top_k."
+        )
+    if draft.opd_type == "trainer" and draft.opd_kl in TOP_KLS:
+        raise ValueError(
+            f"--opd-kl {draft.opd_kl} is for a teacher on an engine; with --opd-type trainer use --opd-kl "
+            "full, which is over the whole vocabulary."
         )
 
 

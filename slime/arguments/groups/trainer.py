@@ -149,8 +149,8 @@ def model_parallel_sizes(draft: Draft) -> None:
             draft.loss_type == "rm_loss" and not trainer.scores_split_samples
         ):
             raise ValueError(f"--loss-type {draft.loss_type} {reason}.")
-        if draft.use_opd and draft.opd_kl == "full":
-            raise ValueError(f"--opd-kl full {reason}.")
+        if draft.use_opd and draft.opd_kl != "sampled":
+            raise ValueError(f"--opd-kl {draft.opd_kl} {reason}.")
     if not trainer.has_pipeline and ranks % (tensor * context):
         raise ValueError(
             f"--tensor-model-parallel-size {tensor} x --context-parallel-size {context} does not divide the "

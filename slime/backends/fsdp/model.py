@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from slime.algorithms.distillation import full_reverse_kl
+from slime.algorithms.distillation import full_reverse_kl, log_probs_of
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.backends.attention.share import Share
 from slime.backends.base import HeadFunction, MicroBatch
@@ -53,6 +53,9 @@ class WholeMatrix:
             temperature=temperature,
             chunk_size=chunk_size,
         )
+
+    def log_probs_of(self, hidden: Tensor, ids: Tensor, *, temperature: float, chunk_size: int) -> Tensor:
+        return log_probs_of(hidden, self.weight, ids, temperature=temperature, chunk_size=chunk_size)
 
 
 class PackedCausalLM(nn.Module):
@@ -111,8 +114,8 @@ class PackedCausalLM(nn.Module):
                 or weight.shape[1] != self.lm.get_output_embeddings().in_features
             ):
                 raise ValueError(
-                    f"--opd-kl full: the output layer of {type(self.lm).__name__} is no plain matrix; use "
-                    "another --opd-kl."
+                    f"--opd-kl: the output layer of {type(self.lm).__name__} is no plain matrix; use "
+                    "--opd-kl sampled."
                 )
             extra = at_head(chosen, WholeMatrix(weight), mb)
         return log_probs, entropies, full, extra

@@ -15,7 +15,7 @@ from slime.wire.protocol import SamplingParams, shown, wrong_token_id
 
 FIELDS = (
     *("input_ids", "text", "image_data", "sampling_params", "return_logprob", "logprob_start_len"),
-    *("stream", "rid"),
+    *("stream", "rid", "top_logprobs_num"),
 )
 MAX_SCORED_LOGITS = 1 << 30  # tokens x vocabulary of one scored input, which are in memory at once
 MAX_SEQUENCES = 4096  # prompts x n of one request
@@ -80,6 +80,7 @@ class RequestReader:
         if stream and any(sampling.n > 1 for sampling in read):
             raise BadRequest("stream is true: it requires n = 1")
         scored = _wants_score(body)
+        num_top = self._num_top(body, scored)
         sequences = []
         for prompt, sampling, rid in zip(
             pictured, read, _per_prompt("rid", body, len(prompts), str), strict=True
@@ -102,6 +103,7 @@ class RequestReader:
                     return_logprob=return_logprob,
                     stream=stream,
                     scored=scored,
+                    num_top=num_top,
                     pictures=prompt if prompt.images else None,
                 )
                 sequences.append(made)
@@ -200,6 +202,17 @@ class RequestReader:
         eos = frozenset() if sampling.ignore_eos else self.limits.eos_token_ids
         return eos | frozenset(sampling.stop_token_ids)
 
+    def _num_top(self, body: Mapping[str, Any], scored: bool) -> int:
+        """Return how many of the most likely ids a request asks for, with each token of its input."""
+        number = body.get("top_logprobs_num") or 0
+        most = self.limits.vocab_size if scored else 0
+        if type(number) is not int or not 0 <= number <= most:
+            raise BadRequest(
+                f"top_logprobs_num is {shown(number)}: the embedded engine reports 0 to {most} of them"
+                + ("" if scored else " unless logprob_start_len is 0, which scores the input")
+            )
+        return number
+
     def _check_scored(self, prompt: list[int], sampling: SamplingParams, return_logprob: bool) -> None:
         if sampling.max_new_tokens != 0 or not return_logprob:
             raise BadRequest(
@@ -221,10 +234,8 @@ def _check_count(count: int) -> None:
 
 
 def _refuse_other_fields(body: Mapping[str, Any]) -> None:
-    if body.get("top_logprobs_num") not in (None, 0):
-        raise BadRequest("top_logprobs_num is not supported by the embedded engine; leave it at 0")
     for name, value in body.items():
-        if name not in (*FIELDS, "top_logprobs_num") and value is not None and value is not False:
+        if name not in FIELDS and value is not None and value is not False:
             raise BadRequest(f"unknown field `{name[:64]}`, expected one of {FIELDS}")
 
 
@@ -282,6 +293,9 @@ def answer_json(sequence: Sequence, detokenizer: Detokenizer) -> dict[str, Any]:
         log_probs = sequence.log_probs[:count]
         inputs = zip(sequence.input_log_probs, sequence.prompt, strict=False)  # empty: it was not scored
         meta["input_token_logprobs"] = [[p, i, None] for p, i in inputs]
+        if sequence.num_top:
+            rows = sequence.input_top
+            meta["input_top_logprobs"] = [None, *([[p, i, None] for p, i in row] for row in rows)]
         meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(log_probs, output, strict=True)]
         meta["output_token_logprobs_length"] = count
     if sequence.sampling.return_top_p_token_ids:

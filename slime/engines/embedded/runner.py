@@ -201,7 +201,10 @@ class ModelRunner:
         return logits
 
     def score(self, sequence: Sequence) -> list[float]:
-        """Return log-probs of all prompt tokens but the first, given those before, at temperature 1."""
+        """Return log-probs of all prompt tokens but the first, given those before, at temperature 1.
+
+        The most likely ids are put on the sequence, if they were requested.
+        """
         tokens, pictures = sequence.prompt, sequence.pictures
         count = len(tokens)
         ids, positions = (torch.tensor(x, device=self.device) for x in (tokens, range(count)))
@@ -219,6 +222,9 @@ class ModelRunner:
         )
         logits = self.forward(plan)
         log_probs = torch.log_softmax(logits[:-1].float(), -1)
+        if sequence.num_top:
+            top = (found.tolist() for found in log_probs.topk(sequence.num_top, -1))
+            sequence.input_top = [list(zip(*row, strict=True)) for row in zip(*top, strict=True)]
         return log_probs.gather(1, ids[1:, None])[:, 0].tolist()
 
     @property

@@ -23,6 +23,7 @@ class Sequence:
     return_logprob: bool = True
     stream: bool = False
     scored: bool = False  # only the input's log-probs are requested, no tokens
+    num_top: int = 0  # of a scored input: the number of most likely ids to report for each token
     created: float = field(default_factory=time.time)
     pictures: ImagePrompt | None = None  # None: the prompt has no images
 
@@ -33,6 +34,8 @@ class Sequence:
     num_kept_ids: int = 0  # over all tokens
     # Log-probs of a scored input, None for its first token.
     input_log_probs: list[float | None] = field(default_factory=list)
+    # Most likely ids of each token but the first, with their log-probs.
+    input_top: list[list[tuple[float, int]]] = field(default_factory=list)
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None while it runs
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output token)
     cached_tokens: int = 0

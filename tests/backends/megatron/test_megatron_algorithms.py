@@ -5,6 +5,7 @@ the same and of another size, and frozen parameters, each on one process, under 
 context parallelism.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,7 @@ ALGORITHMS = {
     "opd sampled": dict(OPD, teacher="teacher"),
     "opd full": dict(OPD, opd_kl="full", teacher="teacher", rollout_temperature=0.8),
     "opd full large teacher": dict(OPD, opd_kl="full", teacher="large", log_probs_chunk_size=7),
+    "opd top k": dict(use_opd=True, opd_type="engine", opd_kl="forward_top_k", opd_kl_coef=0.5),
     "frozen": dict(freeze_params_name_list=FROZEN),
     "only head": dict(only_train_params_name_list=["lm_head"]),
     "tied frozen embedding": dict(freeze_params_name_list=["embed_tokens"], model="tied"),
@@ -59,7 +61,7 @@ LAYOUTS = {
     "cp2": dict(cp=2),
 }
 # Where a head function sees whole samples: refused when arguments are parsed.
-NOT_WITH_CP = ("opd full", "opd full large teacher", "raw logits")
+NOT_WITH_CP = ("opd full", "opd top k", "opd full large teacher", "raw logits")
 CASES = [
     (name, layout)
     for layout in LAYOUTS
@@ -82,6 +84,14 @@ def nll_of_raw_logits(args, batch, logits, reduce):
 
 def samples_for(settings):
     samples = random_samples(5, 3, vocab=127)
+    if settings.get("opd_type") == "engine":
+        for sample in samples:
+            rows = range(sample.response_length)
+            sample.teacher_log_probs = [-4.0] * sample.response_length
+            sample.teacher_top_ids = np.array(
+                [[(37 * r + 50 * k) % 127 for k in range(3)] for r in rows], np.int32
+            )
+            sample.teacher_top_log_probs = np.array([[-0.9, -1.7, -2.6] for _ in rows], np.float32)
     if settings.get("loss_type") not in ("dpo_loss", "rm_loss"):
         return samples
     samples = random_samples(10, 2, vocab=127)

@@ -89,11 +89,15 @@ def test_an_input_is_scored_as_a_teacher_does_it_and_leaves_nothing_behind(tied_
         args = SimpleNamespace(
             rm_url=f"{url}/generate", rollout_temperature=1.0, timeouts={"generate": PATIENCE_S}
         )
+        vars(args).update(opd_kl="reverse_top_k", opd_top_k=3)
         assert run(reward_func(args, sample)) == 0.0
         assert largest_difference(sample.teacher_log_probs, plain_log_probs(model, ids[:3], ids[3:])) < 1e-4
+        assert sample.teacher_top_ids.shape == sample.teacher_top_log_probs.shape == (3, 3)
         for changes, named in (
             ({"sampling_params": {"max_new_tokens": 2}}, "takes max_new_tokens = 0"),
             ({"logprob_start_len": 3}, "use 0 or -1"),
+            ({"top_logprobs_num": 1 << 20}, "top_logprobs_num is 1048576: .* reports 0 to "),
+            ({"top_logprobs_num": 1, "logprob_start_len": -1}, "unless logprob_start_len is 0"),
         ):
             with pytest.raises(HttpError, match=named):
                 engine.post("generate", {"input_ids": ids, "sampling_params": sampling, **asked, **changes})

@@ -5,6 +5,7 @@ the backward pass computes each chunk's logits again from the saved log-sum-exp.
 never a logit, cross the ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,10 +75,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         temperature, rows, first, real, nucleus = ctx.settings
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 10
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in range(0, hidden.shape[0], rows):
-            part = slice(start, start + rows)
+
+        def grad_of(part: slice) -> Tensor:
             logits = _cut(_logits(hidden[part], weight, temperature, real), nucleus, targets, part, first)
             log_dist = logits.sub_(log_sums[part, None])
             probs = log_dist.exp()
@@ -93,10 +92,23 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 grad.scatter_add_(
                     1, own.clamp(0, weight.shape[0] - 1)[:, None], (grad_log_probs[part] * mine)[:, None]
                 )
-            grad = grad.div_(temperature).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
-            grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 8
+            return grad
+
+        return *_through_matrix(hidden, weight, temperature, rows, grad_of), *(None,) * 8
+
+
+def _through_matrix(
+    hidden: Tensor, weight: Tensor, temperature: float, rows: int, grad_of: Callable[[slice], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both factors of the logits, from those of chunks of logits / temperature."""
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    for start in range(0, hidden.shape[0], rows):
+        part = slice(start, start + rows)
+        grad = grad_of(part).div_(temperature).to(hidden.dtype)
+        grad_hidden[part] = grad @ weight
+        grad_weight += grad.T @ hidden[part]
+    return grad_hidden, grad_weight.to(weight.dtype)
 
 
 def _cut(logits: Tensor, nucleus: Nucleus | None, targets: Tensor, part: slice, first: int) -> Tensor:
@@ -209,18 +221,58 @@ class _VocabParallelReverseKL(torch.autograd.Function):
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, teacher_hidden, teacher_weight, log_sums, kl = ctx.saved_tensors
         temperature, rows, real = ctx.settings
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in range(0, hidden.shape[0], rows):
-            part = slice(start, start + rows)
+
+        def grad_of(part: slice) -> Tensor:
             log_p = _logits(hidden[part], weight, temperature, real) - log_sums[0, part, None]
             log_q = _logits(teacher_hidden[part], teacher_weight, temperature, real) - log_sums[1, part, None]
             p = log_p.exp()
-            grad = p * ((log_p - log_q).masked_fill(p == 0, 0.0) - kl[part, None]) * grad_kl[part, None]
-            grad = grad.div_(temperature).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
-            grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), *(None,) * 6
+            return p * ((log_p - log_q).masked_fill(p == 0, 0.0) - kl[part, None]) * grad_kl[part, None]
+
+        return *_through_matrix(hidden, weight, temperature, rows, grad_of), *(None,) * 6
+
+
+class _VocabParallelLogProbsOf(torch.autograd.Function):
+    """Log-probs [T, K] of several ids per token from slices of the output matrix."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        temperature: float,
+        rows: int,
+        first: int,
+        real: int,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        found = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)
+        log_sums = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        own = ids - first
+        mine = (own >= 0) & (own < real)
+        own = own.clamp(0, weight.shape[0] - 1)
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            logits = _logits(hidden[part], weight, temperature, real)
+            log_sums[part] = _log_sum(logits, real, group)
+            chosen = logits.gather(1, own[part]).masked_fill(~mine[part], 0.0)
+            dist.all_reduce(chosen, group=group)
+            found[part] = chosen - log_sums[part, None]
+        ctx.save_for_backward(hidden, weight, own, mine, log_sums)
+        ctx.settings = temperature, rows, real
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad_found: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, own, mine, log_sums = ctx.saved_tensors
+        temperature, rows, real = ctx.settings
+
+        def grad_of(part: slice) -> Tensor:
+            probs = (_logits(hidden[part], weight, temperature, real) - log_sums[part, None]).exp()
+            grad = probs.mul_(-grad_found[part].sum(-1, keepdim=True))
+            return grad.scatter_add_(1, own[part], grad_found[part] * mine[part])
+
+        return *_through_matrix(hidden, weight, temperature, rows, grad_of), *(None,) * 6
 
 
 def _top(logits: Tensor, real: int, group: dist.ProcessGroup) -> Tensor:
@@ -269,4 +321,11 @@ class VocabSlice:
         theirs = teacher_hidden.to(teacher.weight.dtype)
         return _VocabParallelReverseKL.apply(
             hidden, self.weight, theirs, teacher.weight, float(temperature), rows, self.real, self.group
+        )
+
+    def log_probs_of(self, hidden: Tensor, ids: Tensor, *, temperature: float, chunk_size: int) -> Tensor:
+        """Return [R, K] in fp32, the same on all ranks; the caller sums the gradient of `hidden`."""
+        rows = chunk_size if chunk_size > 0 else max(1, MAX_CHUNK_ELEMENTS // self.weight.shape[0])
+        return _VocabParallelLogProbsOf.apply(
+            hidden, self.weight, ids, float(temperature), rows, self.first, self.real, self.group
         )
