@@ -16,14 +16,14 @@ BUDGETS: dict[str, int] = {
     "backends": 12714,
     "batch": 1025,
     "catalog": 1787,
-    "cli": 7633,
+    "cli": 7650,
     "cluster": 6882,
     "dashboard": 1720,
     "data": 1014,
     "engines": 7050,
     "liveness": 1214,
     "observability": 2376,
-    "preflight": 2185,
+    "preflight": 2288,
     "record": 2585,
     "rollout": 6781,
     "runtime": 1659,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2310,
 }
-STATEMENTS = 55_387
+STATEMENTS = 55_497
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

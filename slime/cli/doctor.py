@@ -5,16 +5,32 @@ from collections.abc import Sequence
 
 from slime.arguments import Args
 from slime.cli import train
-from slime.cli.main import USER_MISTAKE, user_errors
+from slime.cli.main import RUN_STOPPED, USER_MISTAKE, user_errors
 
-_HOSTS = "--hosts"
+_HOSTS, _ATTACK = "--hosts", "--attack-reward"
+_ATTACK_S = 120.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the checks of `slime train --dry-run`; with --hosts, compare all hosts of the Ray cluster, too."""
+    """Run the checks of `slime train --dry-run`; --hosts compares all hosts of the Ray cluster, and
+    --attack-reward tries to earn the reward without solving anything.
+    """
     words = list(argv or ())
-    code = train.main([*(word for word in words if word != _HOSTS), "--dry-run"])
-    return max(code, _check_hosts([word for word in words if word != _HOSTS])) if _HOSTS in words else code
+    flags = [word for word in words if word not in (_HOSTS, _ATTACK)]
+    code = train.main([*flags, "--dry-run"])
+    code = max(code, _check_hosts(flags)) if _HOSTS in words else code
+    return max(code, _attack_reward(flags)) if _ATTACK in words else code
+
+
+def _attack_reward(words: list[str]) -> int:
+    from slime.arguments.parser import parse_args
+    from slime.preflight.reward import attack_reward
+
+    with user_errors():
+        found = list(attack_reward(parse_args(words), _ATTACK_S))
+    print("\n".join(["reward under attack:", *(f"  {one.text}" for one in found)]))
+    print(f"  {len(found)} kinds of responses are paid without a solution")
+    return RUN_STOPPED if found else 0
 
 
 def _check_hosts(words: list[str]) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from slime.arguments import Args, PluginArgs, RunInfo, plugin_args
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION
 from slime.catalog.rewards import Reward, find_reward
+from slime.preflight.attacks import MADE_UP, NUM_ROWS, READ, attack
 from slime.preflight.findings import Finding
 from slime.preflight.packages import is_installed
 from slime.preflight.prompts import first_samples, reads_prompts
@@ -28,9 +29,10 @@ from slime.utils.plugin_errors import PluginError
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
-MADE_UP = "I do not know."
 DEADLINE_S = 3.0  # for all calls of a user's function
 WORKER_DEADLINE_S = 30.0  # for a built-in reward, whose process has packages to import first
+# A reward that took less for one row is attacked before every run, for this long.
+_QUICK_S, _ATTACK_S = 0.2, 1.0
 # Errors that any response would cause; a KeyError may depend on the response.
 _CERTAIN = (NameError, ImportError, TypeError, ArithmeticError)
 
@@ -59,9 +61,34 @@ def check_reward(args: Args) -> Iterator[Finding]:
             yield Finding("error", "--rm-type", text)
     elif _can_be_tried(args, sample):
         with tempfile.TemporaryDirectory(prefix="slime-preflight-") as scratch:
+            started = time.monotonic()
             found = list(_try(_Trial(args, scratch), sample))
+        is_quick = time.monotonic() - started < _QUICK_S and args.custom_rm_path
+        if is_quick and not own and not any(one.kind == "error" for one in found):
+            found += attack_reward(args, _ATTACK_S)
         # The reward may need something that the user's generate function adds to a sample.
         yield from (replace(one, kind="warning") for one in found if one.kind == "error") if own else found
+
+
+def attack_reward(args: Args, budget_s: float) -> Iterator[Finding]:
+    """Warn of responses that earn the reward without a solution, on rows with different labels."""
+    samples = list(first_samples(args, READ)) if _scores_responses(args) else []
+    if not samples or (args.custom_rm_path and waits_for_group(args)) or not _can_be_tried(args, samples[0]):
+        return
+    by_label = {str(sample.label): sample for sample in samples}
+    with tempfile.TemporaryDirectory(prefix="slime-preflight-") as scratch:
+        trial = _Trial(args, scratch, budget_s)
+
+        def score(row: Sample, response: str) -> float | None:
+            tried = _answered(trial.args, row, response)
+            return trial.value(tried) if trial.score([tried]) is None else None
+
+        def right(row: Sample) -> str | None:
+            return None if row.label in (None, "", []) else correct_response(trial.args, row)
+
+        rows = list(by_label.values())[:NUM_ROWS]
+        for text in attack(rows, list(by_label), score, right, budget_s):
+            yield Finding("warning", trial.subject, text)
 
 
 def _scores_responses(args: Args) -> bool:
@@ -94,14 +121,15 @@ def _row(args: Args | PluginArgs, sample: Sample) -> Reward | None:
 class _Trial:
     """Calls the reward, with one deadline for all calls and a temporary folder."""
 
-    def __init__(self, args: Args, scratch: str):
+    def __init__(self, args: Args, scratch: str, deadline_s: float | None = None):
         given = plugin_args(args, RunInfo(run_id="preflight", run_dir=scratch))
         # No retries, and no failure ends the run.
         limits = {**args.limits, "reward-retries": 0, "reward-failures": 1 << 30}
         changes = {"limits": limits, "reward_failure_action": "drop"}
         self.args = _Watched(**vars(given) | changes)
         self.subject = "--custom-rm-path" if args.custom_rm_path else "--rm-type"
-        self._deadline = time.monotonic() + (DEADLINE_S if args.custom_rm_path else WORKER_DEADLINE_S)
+        usual = DEADLINE_S if args.custom_rm_path else WORKER_DEADLINE_S
+        self._deadline = time.monotonic() + (deadline_s or usual)
 
     def score(self, samples: list[Sample]) -> Exception | None:
         """Score the samples in one call; return the error that ended it."""
