@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "slime"
 BUDGETS: dict[str, int] = {
     "agent": 8290,
     "algorithms": 2002,
-    "arguments": 6297,
-    "backends": 12714,
+    "arguments": 6299,
+    "backends": 12803,
     "batch": 1025,
     "catalog": 1787,
     "cli": 7650,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2310,
 }
-STATEMENTS = 55_497
+STATEMENTS = 55_540
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -116,6 +116,7 @@ def test_flag_of_megatron_without_megatron_is_refused():
         parse("--moe-z-loss-coeff", "0.1", train_backend="fsdp")
     with pytest.raises(ValueError, match="only --train-backend megatron reads it"):
         parse("--sequence-parallel", train_backend="fsdp")
+    assert parse("--use-rollout-routing-replay", train_backend="fsdp").use_rollout_routing_replay
 
 
 def test_a_flag_of_megatron_names_the_trainer(tmp_path):

@@ -33,6 +33,7 @@ LAYOUT = """
     sequence_parallel use_distributed_optimizer
     overlap_grad_reduce overlap_param_gather moe_token_dispatcher_type attention_backend
 """.split()  # noqa: SIM905 - a paragraph is easier to scan
+ON_BOTH = ("use_rollout_routing_replay",)  # flags that both trainers read
 # Fields of Megatron's configuration that would train another policy, and their neutral values.
 TRAINED_FIELDS = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "moe_router_bias_update_rate"), 0.0),
@@ -152,6 +153,7 @@ def megatron_trainer(draft: Draft) -> None:
     """Check Megatron's flags, before sizes are derived."""
     if not BACKENDS[draft.train_backend].takes_megatron_flags:
         given = [spec for spec in specs_of(MegatronFlags) if draft.was_given(spec.name)]
+        given = [spec for spec in given if spec.name not in ON_BOTH]
         unread = [spec.option for spec in given if getattr(draft, spec.name) != spec.default]
         if unread:
             why = "is set, but only --train-backend megatron reads it; remove it."

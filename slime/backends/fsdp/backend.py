@@ -36,6 +36,7 @@ from slime.backends.fsdp import (
     tensor_parallel,
     vision,
 )
+from slime.backends.fsdp.expert_replay import ExpertReplay
 from slime.backends.fsdp.expert_watch import ExpertWatch
 from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers, require_input_gradient
 from slime.backends.fsdp.mesh import Mesh
@@ -87,6 +88,8 @@ class FSDPBackend(TrainBackend):
             vision.freeze_tower(self.model.lm)
         lora.add_adapters(args, self.model.lm)
         self._set_costs(self.hf_config, self.model.lm.parameters())
+        follows = args.use_rollout_routing_replay and role == LIVE
+        self.replay = ExpertReplay(self.model.lm, args.context_parallel_size) if follows else None
         self.experts = ExpertWatch(self.model.lm)
         if args.share_prefix and not families.can_share_prefixes(self.model.lm):
             # Micro-batches, sized for shared prompts, would be too large.
@@ -172,7 +175,8 @@ class FSDPBackend(TrainBackend):
         """Return each kind of output by sample, in the order of the batch, from passes without gradients."""
         with self._holding(weights) as model, torch.no_grad():
             sent = [self._send(mb, model) for mb in mbs]
-            outputs = [self._forward(mb, share, model=model, **options) for mb, share in sent]
+            live = weights not in ("ref", "teacher")
+            outputs = [self._forward(mb, share, model=model, live=live, **options) for mb, share in sent]
             return by_sample(mbs, [out.on_cpu() for out in outputs])
 
     def _accumulate(
@@ -222,6 +226,8 @@ class FSDPBackend(TrainBackend):
         """
         # The use of experts is counted over all tokens.
         counted = self.has_experts
+        if self.replay is not None and mb.positions:
+            self.replay.check(mb)
         shares = self._shares_prefixes(mb, model, loss)
         prefixes = PrefixShare.of(mb, all_tokens=counted) if shares else None
         if model is self.model and mb.positions:
@@ -249,9 +255,13 @@ class FSDPBackend(TrainBackend):
         share: Share | None,
         *,
         model: PackedLM | None = None,
+        live: bool = True,
         **options: Any,
     ) -> TokenOutputs:
+        """`live`: with the weights that are trained or were, which follow the engine's experts."""
         model = model or self.model
+        if self.replay is not None:
+            self.replay.follow(mb if live else None)
         if isinstance(model, PackedScalarLM):
             return TokenOutputs.of_scalar_head(model(mb, share)[0])
         log_probs, entropies, full, extra = model(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime.backends.base import MicroBatch
 from slime.backends.fsdp.layer_execution import HFModel
@@ -54,7 +54,6 @@ class ExpertWatch:
         return counts
 
 
-def routers(lm: HFModel) -> list[Any]:
-    return [
-        m for m in lm.modules() if hasattr(m, "top_k") and hasattr(m, "num_experts") and hasattr(m, "weight")
-    ]
+def routers(part: nn.Module) -> list[Any]:
+    names = ("top_k", "num_experts", "weight")
+    return [module for module in part.modules() if all(hasattr(module, name) for name in names)]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from slime.backends.base import Layout, MicroBatch, TokenOutputs
 from slime.backends.megatron.modules.model import ModelCall, PackedGPTModel
-from slime.backends.megatron.modules.routing import RoutingPlan, build_routes, check_engine_choices
+from slime.backends.megatron.modules.routing import RoutingPlan, build_routes
 from slime.backends.megatron.stream import PackedStream, build_stream
-from slime.backends.shared.microbatch import empty_micro_batch
+from slime.backends.shared.microbatch import check_routed_experts, empty_micro_batch
 
 LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
 _OWN_CHOICE = RoutingPlan()
@@ -69,9 +69,12 @@ class Passes:
         forward_only: bool,
     ) -> None:
         if routing.follow_engine:
+            config = self._config
             for mb in mbs:
                 if mb.positions:
-                    check_engine_choices(mb, self._config)
+                    check_routed_experts(
+                        mb, config.num_layers, config.moe_router_topk, config.num_moe_experts
+                    )
         # Interleaved stages need whole groups of micro-batches.
         missing = -len(mbs) % self._layout.pp_size if len(self._chunks) > 1 else 0
         padded = mbs + [empty_micro_batch(mbs[0].tokens)] * missing

@@ -91,6 +91,22 @@ def _routed_experts(batch: RolloutBatch, positions: Sequence[int]) -> Tensor:
     return torch.cat(parts)
 
 
+def check_routed_experts(mb: MicroBatch, layers: int, topk: int, experts: int) -> None:
+    """Refuse samples whose recorded experts are missing or are not of this model."""
+    found = mb.routed_experts
+    if found is None:
+        raise ValueError(
+            "--use-rollout-routing-replay: the samples carry no rollout_routed_experts; use engines that "
+            "return them, or --use-routing-replay of the Megatron trainer, which needs none."
+        )
+    if tuple(found.shape[1:]) != (layers, topk) or int(found.max()) >= experts:
+        raise ValueError(
+            f"--use-rollout-routing-replay: the samples carry choices of {tuple(found.shape[1:])} (layers, "
+            f"experts per token) with expert {int(found.max())} among them; the model has {(layers, topk)} "
+            f"and {experts} experts. Engines and trainer must run the same model."
+        )
+
+
 def split_by_sample(values: Tensor, micro_batch: MicroBatch) -> list[Tensor]:
     """Split flat per-token values [R] into one tensor [R_i] per sample of the micro-batch."""
     return list(torch.split(values, list(micro_batch.response_lengths)))

@@ -53,7 +53,7 @@ def build_routes(
         groups, tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=device), tokens.sum()[None]
     chosen = None
     if plan.follow_engine and mb.positions:
-        assert mb.routed_experts is not None, "`check_engine_choices` runs before"
+        assert mb.routed_experts is not None, "`check_routed_experts` runs before"
         chosen = padding.new_full((sum(lengths), *mb.routed_experts.shape[1:]), -1, dtype=torch.int32)
         chosen[stream.real] = mb.routed_experts
 
@@ -70,23 +70,6 @@ def build_routes(
         replayed=plan.replay[mb.positions] if plan.replay is not None and mb.positions else None,
         record=plan.record.setdefault(mb.positions, {}) if plan.record is not None and mb.positions else None,
     )
-
-
-def check_engine_choices(mb: MicroBatch, config: TransformerConfig) -> None:
-    """Refuse samples whose recorded experts are missing or are not of this model."""
-    found = mb.routed_experts
-    if found is None:
-        raise ValueError(
-            "--use-rollout-routing-replay: the samples carry no rollout_routed_experts; use engines that "
-            "return them, or --use-routing-replay, which needs none."
-        )
-    expected = (config.num_layers, config.moe_router_topk)
-    if tuple(found.shape[1:]) != expected or int(found.max()) >= config.num_moe_experts:
-        raise ValueError(
-            f"--use-rollout-routing-replay: the samples carry choices of {tuple(found.shape[1:])} (layers, "
-            f"experts per token) with expert {int(found.max())} among them; the model has {expected} and "
-            f"{config.num_moe_experts} experts. Engines and trainer must run the same model."
-        )
 
 
 class PackedRouter(TopKRouter):
