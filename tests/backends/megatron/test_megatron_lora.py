@@ -3,6 +3,7 @@ has them.
 """
 
 import json
+import re
 
 import pytest
 import torch
@@ -122,8 +123,11 @@ def check(found, reference):
     assert {n: t for n, t in found["start"].items() if not torch.equal(t, reference["start"][n])} == {}
     for part in ("before", "adapters", "after"):
         torch.testing.assert_close(found[part], reference[part], rtol=0, atol=2e-6)
-    still = [name for name in reference["adapters"] if reference["adapters"][name].abs().max() < 1e-5]
-    assert not still, "every factor must move for this comparison to mean something"
+    moved: dict[str, float] = {}
+    for name, factor in reference["adapters"].items():
+        kind = re.sub(r"experts\.\d+", "experts", name)  # an expert without tokens stays as it is
+        moved[kind] = max(moved.get(kind, 0.0), float(factor.abs().max()))
+    assert min(moved.values()) > 1e-5, "every factor must move for this comparison to mean something"
 
 
 @pytest.mark.parametrize("name", ON_FSDP)
