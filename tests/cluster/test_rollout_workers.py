@@ -153,6 +153,7 @@ def test_workers_spread_requests_themselves_over_the_engines_that_are_in_rotatio
         with workers_of(tmp_path, args, info, balancers={("127.0.0.1", port): balancer}) as workers:
             rollout(namespace, make_source(namespace))
             assert (len(first.requests), len(second.requests)) == (8, 0)
+            assert workers._is_anywhere, "only its own load balancer has an address of this host"
             balancer.add(member(second.url))
             rollout(namespace, make_source(namespace))
             assert len(first.requests) > 8 and second.requests
@@ -205,6 +206,7 @@ def test_a_changed_setting_reaches_workers_and_those_that_replace_them(tmp_path)
         with workers_of(tmp_path, args, info) as workers:
             namespace.change("rollout_temperature", 0.5)
             workers.change("rollout_temperature", 0.5)
+            assert not workers._is_anywhere, "the engine listens on loopback"
             rollout(namespace, make_source(namespace))
             assert workers._settings.changes == {"rollout_temperature": 0.5}
     assert {request["sampling_params"]["temperature"] for request in engine.requests} == {0.5}
