@@ -23,7 +23,7 @@ BUDGETS: dict[str, int] = {
     "engines": 7050,
     "liveness": 1214,
     "observability": 2376,
-    "preflight": 2288,
+    "preflight": 2291,
     "record": 2585,
     "rollout": 6781,
     "runtime": 1659,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2310,
 }
-STATEMENTS = 55_540
+STATEMENTS = 55_542
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

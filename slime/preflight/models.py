@@ -136,7 +136,11 @@ def template_notes(tokenizer: Any) -> Iterator[Finding]:
     if not report.extends:
         text = "new messages cannot be appended to a response; every turn of a session is a sample of its own"
     elif report.forks:
-        text = f"a session forks at {' and '.join(report.forks)}, which the template leaves out then"
+        where = " and ".join(report.forks)
+        text = (
+            f"a session forks at {where}, which the template leaves out then: each fork is one more sample "
+        )
+        text += "of the episode; history='extend' of the session keeps thoughts and one sample"
     refused = f"; it does not take {' or '.join(report.refuses)}" if report.refuses else ""
     yield Finding("note", "chat template", f"{text}{refused}.")
 

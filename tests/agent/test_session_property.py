@@ -186,3 +186,23 @@ def test_new_messages_behind_an_answer_make_the_prompt_that_the_whole_conversati
             Session(policy, Renderer(tokenizer)).ask(new, after=first)
 
     asyncio.run(inner())
+
+
+@pytest.mark.parametrize("history, num_samples", [("template", 8), ("extend", 1)])
+def test_a_template_that_drops_thoughts_gives_a_sample_for_each_user_message(history, num_samples):
+    """Eight user messages, each after a response with thoughts; `extend` keeps the episode whole."""
+
+    async def inner():
+        tokenizer = byte_tokenizer("qwen3")
+        stop = tokenizer.eos_token_id
+        said = [*tokenizer.encode("<think>\nI add.\n</think>\n\nyes"), stop]
+        policy = ScriptedPolicy(lambda prompt: (said, "stop", stop))
+        renderer = Renderer(tokenizer, history=history)
+        session = Session(policy, renderer, parser=parser_for(tokenizer))
+        messages = []
+        for number in range(8):
+            messages.append({"role": "user", "content": f"question {number}"})
+            messages.append((await session.turn(messages)).message)
+        return session.samples(Sample(index=0, prompt="p"), reward=1.0)
+
+    assert len(asyncio.run(inner())) == num_samples

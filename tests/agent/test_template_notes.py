@@ -23,4 +23,5 @@ def test_doctor_says_whether_turns_stay_one_sample_where_they_fork_and_what_is_r
     (found,) = template_notes(byte_tokenizer(family))
     assert found.kind == "note"
     assert all(words in found.text for words in SAID[family]), found.text
+    assert ("history='extend'" in found.text) == (FORKS in found.text)
     assert ("does not take" in found.text) == (len(SAID[family]) == 2)
