@@ -23,9 +23,10 @@ from slime.rollout.generation.scope import RequestScope, current_scope
 from slime.rollout.ledger import Ledger
 from slime.rollout.prompt_groups import Group, describe
 from slime.rollout.sample_hooks import current_rollout_id
-from slime.rollout.workers.worker import Done, Job, WorkerSettings
+from slime.rollout.workers.worker import Done, Job, Question, WorkerSettings
 from slime.runtime.base import Future, Handle, Runtime, WorkerSpec, gather
 from slime.utils import http_utils
+from slime.utils.async_utils import run
 from slime.utils.errors import RunStopped, WorkerDied
 from slime.utils.http_utils import is_loopback
 from slime.utils.types import Sample, flatten_samples
@@ -117,6 +118,7 @@ class RolloutWorkers:
             scope.max_context_len,
             current_rollout_id(),
             None if durable is None else durable.version,
+            {} if durable is None else durable.episodes_of(group),
         )
         with scope.elsewhere() as count:
             done = await self._finish(job)
@@ -140,6 +142,7 @@ class RolloutWorkers:
                 last = death
                 if durable is not None:
                     durable.restarted(job.group, f"{worker.name} ended")
+                    job = replace(job, episodes=durable.episodes_of(job.group))
                 continue
             self._remember(worker, done)
             return done
@@ -222,6 +225,10 @@ class RolloutWorkers:
                             future = worker.jobs.pop(one.key, None)
                         if future is not None:
                             future.set_result(one)
+                    elif isinstance(one, Question):
+                        if self._ledger is not None:
+                            run(self._ledger.written())
+                        worker.handle.call(BalancedWorker.is_written, one.number)
                     elif self._ledger is not None:
                         self._ledger.forward(one)
 

@@ -186,7 +186,7 @@ def version_metrics(samples: Sequence[Sample], current_version: str | int | None
             if end > start:
                 weights[version] += end - start
         if sample.version_spans:
-            versions.append(len({version for version, _, _ in sample.version_spans}))
+            versions.append(len({version_number(version) for version, _, _ in sample.version_spans}))
     weights = weights or Counter(version for sample in samples for version in sample.weight_versions)
     by_number: Counter[int] = Counter()
     for version, weight in weights.items():

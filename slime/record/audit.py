@@ -33,6 +33,10 @@ class Audit:
     num_samples: int = 0  # trained
     redone: int = 0  # steps that were lost and repeated
     recalled: int = 0  # samples that were restored from the ledger instead of generated again
+    calls: int = 0  # of tools and environments, in episodes
+    repeated_calls: int = 0  # that may be repeated, and were after a crash
+    continued: int = 0  # episodes that resumed after a crash, in the turn in which it happened
+    restarted: int = 0  # episodes that started again
     unrecorded: list[int] = field(default_factory=list)  # steps whose samples could not be written
     unnumbered: list[int] = field(default_factory=list)  # steps whose samples belong to no group
     digest: str = ""  # counts of all that was trained, dropped and evaluated
@@ -81,6 +85,7 @@ def _audit(path: Path, finished: bool, run_id: str | None, saved: Iterable[int])
     found.recalled = sum(row.event == "recalled" for row in rows)
     kept = _walk_groups(_history_of_groups(rows, found), found, finished)
     _walk_steps(rows, kept, found)
+    _walk_calls(rows, kept, found)
     with Record(path) as record:
         _compare_with_samples(record, kept, noted, found)
         _find_unknown_samples(record, {row.rollout for row in rows if row.event == "kept"}, found)
@@ -198,6 +203,37 @@ def _walk_steps(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: 
                     )
                 trained[sample] = step
     found.num_samples = len(trained)
+
+
+def _walk_calls(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: Audit) -> None:
+    """Check over all starts that each call was made once, unless it may be repeated, and has returned."""
+    open_calls: dict[str, LedgerRow] = {}
+    called: set[str] = set()
+    episodes: dict[tuple[int | None, int | None], list[str]] = {}
+    for row in rows:
+        if row.event not in ("called", "replied", "continued"):
+            continue
+        about = json.loads(row.value or "{}")
+        call = str(about["id"])
+        names = episodes.setdefault((row.sample_index, row.attempt), [])
+        if (name := call.partition(".")[0]) not in names:
+            names.append(name)
+        found.continued += row.event == "continued"
+        if row.event == "replied":
+            open_calls.pop(call, None)
+        elif row.event == "called":
+            if call in called and not about["repeatable"]:
+                found.violations.append(f"call {call} of sample {row.sample_index} was made twice")
+            found.repeated_calls += call in called
+            called.add(call)
+            open_calls[call] = row
+    found.calls = len(called)
+    found.restarted = sum(len(names) - 1 for names in episodes.values())
+    last = {names[-1] for names in episodes.values()}
+    trained = {sample for rows in kept.values() for row in rows for sample in json.loads(row.value or "[]")}
+    for call, row in open_calls.items():
+        if call.partition(".")[0] in last and row.sample_index in trained:
+            found.violations.append(f"sample {row.sample_index} was trained without a result of call {call}")
 
 
 def _compare_with_samples(

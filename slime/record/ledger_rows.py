@@ -3,6 +3,10 @@
     issued     a group was handed out; `value`: "new" (dataset), "buffer", or "own" (a user's data source)
     generated  samples of a group are finished (their tokens are in `samples`); `value`: indices by status
     recalled   a finished sample was restored from the ledger after a crash instead of generated again
+    called     a tool or an environment is about to be called in an episode; `value`: the id of the call, and
+               whether it may be repeated
+    replied    a call has returned; `value`: its id
+    continued  an episode resumed after a crash; `value`: the id of its next call, and by what
     scored     samples got rewards; `value`: the reward of each index, or the rewards of a group in order
     kept       a group is part of the batch of this rollout; `value`: the indices of its samples
     dropped    a group left the run; `value`: filtered or failed, with the reason
@@ -31,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 Event = Literal[
     "issued", "generated", "recalled", "scored", "kept", "dropped", "returned", "cut", "made",
-    "consumed", "committed", "evaluated", "resumed",
+    "consumed", "committed", "evaluated", "resumed", "called", "replied", "continued",
 ]  # fmt: skip
 Key = tuple[int, int, int, int | None]  # index, attempt, response tokens at the start, newest weights
 # After these events the file is synced to the disk.
@@ -102,9 +106,24 @@ class ForgetEntries:
     def __call__(self, connection: sqlite3.Connection) -> None:
         if self.keep is not None:
             self.keep(connection)
-        connection.executemany(
-            "DELETE FROM ledger_finished WHERE group_index = ?", [(group,) for group in self.groups]
-        )
+        for table in ("ledger_finished", "ledger_episodes"):
+            groups = [(group,) for group in self.groups]
+            connection.executemany(f"DELETE FROM {table} WHERE group_index = ?", groups)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEpisode:
+    """Stores an unfinished episode, in place of what its earlier turns stored."""
+
+    key: tuple[int, int, int]  # of a sample, as in `Finished`
+    group_index: int | None
+    settings: str
+    version: int | None
+    payload: bytes
+
+    def __call__(self, connection: sqlite3.Connection) -> None:
+        values = (*self.key, self.group_index, self.settings, self.version, self.payload)
+        connection.execute("INSERT OR REPLACE INTO ledger_episodes VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
 
 def write_notes(connection: sqlite3.Connection, notes: Sequence[AnyNote], start: int) -> None:
@@ -160,7 +179,7 @@ def _write_finished(
 
 @dataclass(frozen=True, slots=True)
 class FinishedEntry:
-    """A sample, or the siblings of a fan-out, that was finished when the run ended."""
+    """A finished sample, the siblings of a finished fan-out, or the sample of an unfinished episode."""
 
     version: int | None
     payload: bytes
@@ -215,6 +234,14 @@ class LedgerReader(Reader):
         rows = self._ask(
             "SELECT sample_index, attempt, started, version, payload FROM ledger_finished "
             "WHERE settings = ? ORDER BY id",
+            (settings,),
+        )
+        return {tuple(key): FinishedEntry(version, payload) for *key, version, payload in rows}
+
+    def unfinished_episodes(self, settings: str) -> dict[tuple[int, int, int], FinishedEntry]:
+        """Return episodes as their last recorded turns left them, by the keys of `finished_entries`."""
+        rows = self._ask(
+            "SELECT sample_index, attempt, started, version, payload FROM ledger_episodes WHERE settings = ?",
             (settings,),
         )
         return {tuple(key): FinishedEntry(version, payload) for *key, version, payload in rows}

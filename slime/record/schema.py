@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 RECORD_FILE = "record.db"
 PLACE_FILE = "record.json"  # beside a copy of the record: slime.record.place
 _OLDER = ("1", "2", "3", "4", "5")  # slime.record.convert_old
+_TABLES_OF_ONE_RUN = ("ledger", "ledger_finished", "ledger_episodes", "ledger_rollouts", "spans", "actions")
 _BUSY_S = 30.0  # how long a statement waits for another process's lock
 # Errors of reading a damaged file. The last one: names of tables are not valid text.
 READ_ERRORS = (sqlite3.Error, UnicodeDecodeError)
@@ -62,7 +63,7 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
         create_tables(connection)  # those of this version that the file lacks
         if _check_owner(connection, path, run_id) != run_id:
             with connection:  # a run that ended before its first rollout has no data to keep
-                for table in ("ledger", "ledger_finished", "ledger_rollouts", "spans", "actions"):
+                for table in _TABLES_OF_ONE_RUN:
                     connection.execute(f"DELETE FROM {table}")
                 connection.execute("DELETE FROM meta WHERE key LIKE 'missed%'")
                 connection.execute("INSERT OR REPLACE INTO meta VALUES ('run', ?)", (run_id,))

@@ -10,8 +10,9 @@
     spans      named time spans by lane: the loop, engines, rewards, trainer ranks, weight syncs
     actions    the requests of users, and the replies of the run
     ledger     one row per event of a group, a sample or a step, in the order they happened; never changed
-    ledger_finished, ledger_rollouts
-               whole samples and batches that no checkpoint covers yet; a killed run resumes with them
+    ledger_finished, ledger_episodes, ledger_rollouts
+               whole samples, unfinished episodes and batches that no checkpoint covers yet; a killed run
+               resumes with them
 
 When the file reaches its limit, the oldest rollouts lose their groups and samples; their own rows stay.
 `forget_groups` removes what refers to a removed row. SQLite could do that too, but would then look up the
@@ -120,6 +121,16 @@ CREATE TABLE IF NOT EXISTS ledger_finished (
     started INTEGER NOT NULL,       -- response tokens that it had when generation started
     version INTEGER,                -- newest weights that it was generated with
     payload BLOB NOT NULL           -- slime.utils.codec
+);
+CREATE TABLE IF NOT EXISTS ledger_episodes (
+    sample_index INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    started INTEGER NOT NULL,       -- as in ledger_finished
+    group_index INTEGER,
+    settings TEXT NOT NULL,
+    version INTEGER,
+    payload BLOB NOT NULL,          -- the sample as its last recorded turn left it
+    PRIMARY KEY (sample_index, attempt, started)
 );
 CREATE TABLE IF NOT EXISTS ledger_rollouts (
     rollout_id INTEGER PRIMARY KEY,

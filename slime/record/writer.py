@@ -5,6 +5,7 @@ Finished samples whose batch is complete by then are not stored separately. A wr
 is retried in smaller parts; the run continues, and the file counts what could not be written.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -49,8 +50,8 @@ class _Work:
     write: Callable[[sqlite3.Connection], object]
 
 
-# A threading.Event is set once all earlier entries are written.
-_Item = _Rollout | _Work | AnyNote | threading.Event
+# A function is called once all earlier entries are written.
+_Item = _Rollout | _Work | AnyNote | Callable[[], object]
 _Part = _Rollout | _Work | list[AnyNote]  # written as a whole, or not at all
 
 
@@ -128,15 +129,27 @@ class RecordWriter:
     def flush(self) -> None:
         """Return when everything handed over so far is written, or was logged as missing."""
         done = threading.Event()
-        with self._news:
-            if self._closed:
-                return
-            self._in_a_hurry = True
-            self._waiting.append(done)
-            self._news.notify_all()
+        if not self._call_when_written(done.set):
+            return
         while not done.wait(1.0) and self._thread.is_alive():
             pass
         self._warn_if_gone()
+
+    async def written(self) -> None:
+        """Return like `flush`, without blocking the event loop."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        if self._call_when_written(lambda: loop.call_soon_threadsafe(done.set)):
+            await done.wait()
+
+    def _call_when_written(self, function: Callable[[], object]) -> bool:
+        """Write now, then call the function; False: the writer is closed."""
+        with self._news:
+            if self._closed:
+                return False
+            self._in_a_hurry = True
+            self._waiting.append(function)
+            self._news.notify_all()
+        return True
 
     def close(self) -> None:
         """Write what was handed over, and close the file. Safe to call twice."""
@@ -169,8 +182,9 @@ class RecordWriter:
             if parts:
                 self._write_parts(parts)
             for item in items:
-                if isinstance(item, threading.Event):
-                    item.set()
+                if not isinstance(item, (Note, Finished, _Rollout, _Work)):
+                    with contextlib.suppress(RuntimeError):  # an event loop that has ended
+                        item()
             items, notes, parts = [], [], []  # samples without other references are freed now
 
     def _next_items(self) -> list[_Item]:
@@ -331,7 +345,8 @@ class RecordWriter:
             connection.execute("UPDATE rollouts SET pruned = 1 WHERE id = ?", (row,))
             if kind == "train":
                 connection.execute(
-                    "DELETE FROM ledger WHERE rollout = ? AND event IN ('generated', 'recalled')",
+                    "DELETE FROM ledger WHERE rollout = ? AND event IN "
+                    "('generated', 'recalled', 'called', 'replied')",
                     (rollout_id,),
                 )
         return True

@@ -20,6 +20,7 @@ from slime.record.ledger_rows import (
     Finished,
     FinishedEntry,
     ForgetEntries,
+    KeepEpisode,
     Note,
     encode_or_skip,
     forget_rollouts,
@@ -53,6 +54,8 @@ class Writer(Protocol):
 
     def note(self, *notes: AnyNote) -> None: ...
 
+    async def written(self) -> None: ...
+
 
 class Ledger:
     """Reports the events of one run. `settings`: digest of what samples depend on; others' are not recalled.
@@ -69,10 +72,12 @@ class Ledger:
         keeps: bool = True,
         any_version: bool = False,
         known: Mapping[Key, FinishedEntry] | None = None,
+        episodes: Mapping[Key, FinishedEntry] | None = None,
     ):
         self._writer, self.settings = writer, settings
         self._keeps, self._any_version = keeps, any_version
         self._known = dict(known or {})
+        self._episodes = dict(episodes or {})  # unfinished, as their last recorded turns left them
         self._rollout = 0  # that events belong to
         self._version: int | None = None  # of the engines when it began
         self._open: dict[int, Group] = {}  # groups handed out and not decided
@@ -138,30 +143,59 @@ class Ledger:
         """Return the entry as it was finished before the crash; None: it was not finished."""
         key = _key(entry)
         found = self._known.get(key) if key is not None else None
-        if found is None or not (self._any_version or found.version == self._version):
+        if found is None or not self._fits(found):
             return None
         assert isinstance(entry, Sample)
         del self._known[key]  # type: ignore[arg-type]
-        try:
-            stored, is_fan_out = found.load()
-            samples = [from_fields(fields) for fields in stored]
-        except (ValueError, TypeError, LookupError) as error:
-            logger.warning(
-                "%s is damaged in the ledger and will be generated again: %s", describe(entry), error
-            )
-            return None
-        for sample in samples:
-            if sample.multimodal_inputs is None:
-                sample.multimodal_inputs = entry.multimodal_inputs  # of the prompt, as it was read again
-        about = {"group_index": entry.group_index, "sample_index": entry.index}
-        self._note("recalled", **about, attempt=attempt_of(entry))
-        return samples if is_fan_out else samples[0]
+        made = _load(entry, found)
+        if made is not None:
+            self._note("recalled", **_about(entry))
+        return made
+
+    def _fits(self, found: FinishedEntry) -> bool:
+        return self._any_version or found.version == self._version
+
+    # -- unfinished episodes: slime.rollout.episode_record
+
+    @property
+    def keeps(self) -> bool:
+        return self._keeps
+
+    def unfinished(self, origin: Sample) -> Sample | None:
+        """Return the sample of an episode as its last recorded turn left it; None: it must start again."""
+        found = self._episodes.get(_key(origin))  # type: ignore[arg-type]
+        made = _load(origin, found) if found is not None and self._fits(found) else None
+        return made if isinstance(made, Sample) else None
+
+    def progressed(self, event: Event, origin: Sample, value: str, sample: Sample | None = None) -> None:
+        """Report a call of an episode. `sample`: keep the episode as it is now."""
+        keep, key = None, _key(origin)
+        payload = _encode_samples([sample], is_fan_out=False) if sample is not None else None
+        if sample is not None and payload is not None and key is not None:
+            newest = newest_version([sample])
+            version = self._version if newest is None else newest
+            self._episodes[key] = FinishedEntry(version, payload)
+            keep = KeepEpisode(key, origin.group_index, self.settings, version, payload)
+        self._note(event, **_about(origin), value=value, also=keep)
+
+    async def written(self) -> None:
+        """Return when every event until now is on the disk, or was logged as missing."""
+        await self._writer.written()
+
+    def episodes_of(self, group: Group) -> dict[Key, FinishedEntry]:
+        """Return the unfinished episodes of a group, for the worker that continues them."""
+        keys = [key for entry in group if (key := _key(entry)) is not None]
+        return {key: self._episodes[key] for key in keys if key in self._episodes}
+
+    def know_episodes(self, episodes: Mapping[Key, FinishedEntry]) -> None:
+        self._episodes.update(episodes)
 
     def finished(self, origin: Entry, made: Entry) -> None:
         """Record that `origin` was generated, and scored unless rewards are computed for whole groups."""
         key = _key(origin)
         if key is None or is_finished(origin):
             return
+        self._episodes.pop(key, None)
         assert isinstance(origin, Sample), "only samples have a key"
         samples = flatten_samples([made])
         is_whole = all(s.status in FINISHED and s.reward_failure is None for s in samples)
@@ -205,6 +239,10 @@ class Ledger:
 
     def forward(self, note: AnyNote) -> None:
         """Report an event of a worker; it belongs to the current rollout of this process."""
+        if isinstance(note, Finished):
+            self._episodes.pop(note.key[:3], None)
+        elif isinstance(note.also, KeepEpisode):
+            self._episodes[note.also.key] = FinishedEntry(note.also.version, note.also.payload)
         self._writer.note(note._replace(rollout=self._rollout))
 
     def restarted(self, group: Group, reason: str) -> None:
@@ -291,6 +329,28 @@ def _key(entry: Entry) -> Key | None:
     if isinstance(entry, list) or entry.index is None or entry.metadata.get(_GREEDY):
         return None
     return entry.index, attempt_of(entry), entry.response_length
+
+
+def _about(sample: Sample) -> dict[str, Any]:
+    return {
+        "group_index": sample.group_index,
+        "sample_index": sample.index,
+        "attempt": attempt_of(sample),
+    }
+
+
+def _load(entry: Sample, found: FinishedEntry) -> Entry | None:
+    """Return what was stored of an entry; None: it is damaged."""
+    try:
+        stored, is_fan_out = found.load()
+        samples = [from_fields(fields) for fields in stored]
+    except (ValueError, TypeError, LookupError) as error:
+        logger.warning("%s is damaged in the ledger and will be generated again: %s", describe(entry), error)
+        return None
+    for sample in samples:
+        if sample.multimodal_inputs is None:
+            sample.multimodal_inputs = entry.multimodal_inputs  # of the prompt, as it was read again
+    return samples if is_fan_out else samples[0]
 
 
 def _encode_samples(samples: Sequence[Sample], is_fan_out: bool) -> bytes | None:

@@ -20,8 +20,8 @@ from slime.catalog.estimators import ESTIMATORS
 from slime.catalog.limits import limit
 from slime.liveness import waits
 from slime.observability.tracer import trace_span
+from slime.rollout import episode_record, ledger
 from slime.rollout import eval_rollout as evaluation_run
-from slime.rollout import ledger
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.collection.batch_collector import BatchCollector
 from slime.rollout.collection.collector import GroupFailed, is_permanent
@@ -121,6 +121,8 @@ async def generate_and_rm(
     with_defaults(args)
     if not evaluation and args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
         mask_earlier_tokens(sample)
+    if isinstance(sample, Sample) and (record := episode_record.current()) is not None:
+        sample = record.restored(sample)
     if not is_finished(sample):
         assert isinstance(sample, Sample), "a fan-out that was aborted starts again from its prompt"
         state = GenerateState(args)
@@ -234,7 +236,8 @@ async def _generate_with_retries(
         return found  # finished before a crash; only a reward of its group may be missing
     for attempt in range(1, allowed + 1):
         try:
-            made = await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
+            with episode_record.entered(durable, origin[0]):
+                made = await generate_and_rm(args, entry, dict(sampling_params), evaluation=evaluation)
             _store_experts(args, made)
             if durable is not None:
                 durable.finished(origin[0], made)

@@ -71,6 +71,22 @@ MODES = {
         "timeouts": "engine-start=900",
     },
 }
+AGENT = {
+    "script": "train.py",
+    "prompt_data": None,
+    "label_key": None,
+    "custom_rm_path": None,
+    "eval_prompt_data": None,
+    "eval_env_num_items": 2,
+    "rollout_max_response_len": 160,
+    "turn_max_response_len": 4,
+}
+# Episodes of twelve turns, of environments that write what each step did into a file outside of the run.
+MODES |= {
+    "an environment that recognises repeated steps": {**AGENT, "env": "garden.py:Garden"},
+    "an environment whose steps are never repeated": {**AGENT, "env": "garden.py:Once"},
+}
+AGENTS = [mode for mode, values in MODES.items() if "turn_max_response_len" in values]
 ALWAYS = list(MODES)[:4]
 MORE_WEIGHTS = {"SGLang behind its router": {"router": 3}}
 # Engines that promise no bits: what is trained on is conserved, and need not be the same.
@@ -84,13 +100,70 @@ async def reward(args, sample, **kwargs):
     await check(args, sample, "slime.rollout.rm_hub.f1.f1_reward", sample.response, "a b c", wrong=0.0)
     return sample.response.count("a") / max(1, sample.response_length) + 0.01 * (sample.index % 7)
 '''
+GARDEN = '''
+"""An environment of twelve turns; each step is an effect outside of the run, with the id of its call."""
+import os
+from pathlib import Path
+
+from slime.agent.environments.protocol import StepResult
+
+
+class Once:
+    def __init__(self):
+        self.turn = self.total = 0
+        self.effects = Path(os.environ["GARDEN_EFFECTS"])
+
+    def reset(self, item):
+        self.seed = item.seed
+        return f"plot {item.seed % 7}"
+
+    def step(self, action, call_id):
+        self.act(call_id)
+        self.turn, self.total = self.turn + 1, self.total + action.count("a")
+        return StepResult(f"n{self.turn} {self.total}", reward=action.count("a") / 4, done=self.turn == 12)
+
+    def act(self, call_id):
+        with open(self.effects, "a") as file:
+            file.write(f"{call_id}\\n")
+
+    def score(self):
+        return 0.01 * (self.total % 5) + 0.001 * (self.seed % 3)
+
+    def save(self):
+        return {"turn": self.turn, "total": self.total, "seed": self.seed}
+
+    def restore(self, item, state):
+        self.turn, self.total, self.seed = state["turn"], state["total"], state["seed"]
+
+
+class Garden(Once):
+    repeatable = True
+
+    def act(self, call_id):
+        if not self.effects.exists() or call_id not in self.effects.read_text().split():
+            super().act(call_id)
+'''
 # Never the same in two runs, killed or not: times, and what was in a cache.
-_TIMED = ("perf/", "time", "waste/", "prefix_cache", "cached", "non_generation", "_s/", "queue", "step_time")
+_TIMED = (
+    "perf/",
+    "time",
+    "seconds",
+    "env_share",
+    "waste/",
+    "prefix_cache",
+    "cached",
+    "non_generation",
+    "_s/",
+    "queue",
+    "step_time",
+)
 PATIENCE_S = 900
 # Kills that a run survives, and how often each process is chosen.
 MILD = ("engine", "reward worker", "router")
 WEIGHTS = {"driver": 5, "engine": 3, "trainer": 3, "reward worker": 2, "router": 0}
 OFTEN = {"generation": 10, "scoring": 10, "ledger write": 10}
+TURNS = ["step of an environment", "call recorded", "result recorded", "generation"]
+OFTEN_IN_AGENTS = {**dict.fromkeys(TURNS, 140), "ledger write": 10}
 
 
 @dataclass
@@ -111,12 +184,14 @@ def make_world(folder: Path) -> Path:
     (folder / "prompts.jsonl").write_text(rows)
     (folder / "eval.jsonl").write_text("".join(rows.splitlines(keepends=True)[:2]))
     (folder / "reward.py").write_text(REWARD)
+    (folder / "garden.py").write_text(GARDEN)
     return folder
 
 
 def settings(world: Path, run: str, mode: str, num_rollout: int) -> tuple[str, list[str]]:
     values = dict(MODES[mode])
     script = values.pop("script")
+    values |= {"env": world / values["env"]} if "env" in values else {}
     values |= {"record_dir": world / f"{run}-local"} if values.get("record_dir") == LOCAL else {}
     more = {
         "num_rollout": num_rollout,
@@ -132,7 +207,7 @@ def settings(world: Path, run: str, mode: str, num_rollout: int) -> tuple[str, l
         "limits": "engine-restarts=50",
         "skip_preflight": ["reward", "lengths", "machine"],
     }
-    return script, flags(world, run, **more, **values)
+    return script, flags(world, run, **{**more, **values})
 
 
 def start(world: Path, run: str, mode: str, num_rollout: int, plans: list[dict]) -> int | None:
@@ -145,6 +220,7 @@ def start(world: Path, run: str, mode: str, num_rollout: int, plans: list[dict])
         first = [sys.executable, victim, json.dumps(plans), str(world / f"{run}.struck"), script]
     search = os.pathsep.join(filter(None, [str(root), str(TESTS / "support"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
+    environment["GARDEN_EFFECTS"] = str(world / f"{run}.effects")
     with open(world / f"{run}.out", "a") as log:
         log.write(f"--- {json.dumps(plans)}\n")
         log.flush()
@@ -167,8 +243,10 @@ def draw_plans(draw: random.Random, mode: str) -> list[dict]:
     weights = {**WEIGHTS, **MORE_WEIGHTS.get(mode, {})}
     return [
         {
-            "point": (point := draw.choice(list(POINTS))),
-            "nth": draw.randint(1, OFTEN.get(point, 2)),
+            "point": (
+                point := draw.choice(TURNS if mode in AGENTS and draw.random() < 0.7 else list(POINTS))
+            ),
+            "nth": draw.randint(1, (OFTEN_IN_AGENTS if mode in AGENTS else OFTEN).get(point, 2)),
             "delay_s": draw.choice([0, 0, 0.003, 0.03, 0.2]),
             "target": draw.choices(list(TARGETS), [weights[target] for target in TARGETS])[0],
         }
@@ -217,6 +295,9 @@ def differences(world: Path, run: str, reference: str) -> list[str]:
     """What a chain and the undisturbed run do not have in common."""
     found, wanted = audited(world, run), audited(world, reference)
     wrong = [f"audit: {violation}" for violation in found.violations]
+    effects = world / f"{run}.effects"
+    twice = Counter(effects.read_text().split()) if effects.exists() else Counter[str]()
+    wrong += [f"audit: the effect of {call} happened {n} times" for call, n in twice.items() if n > 1]
     for key in ("digest", "steps", "num_samples"):
         ours, theirs = getattr(found, key), getattr(wanted, key)
         if ours != theirs:

@@ -13,6 +13,14 @@ STARTS = {
         [{"point": "generation", "nth": 2, "delay_s": 0, "target": "driver"}],
         [{"point": "checkpoint before its rename", "nth": 1, "delay_s": 0, "target": "driver"}],
     ],
+    "an environment whose steps are never repeated": [
+        [{"point": "generation", "nth": 30, "delay_s": 0, "target": "driver"}],
+        [
+            {"point": "generation", "nth": 8, "delay_s": 0, "target": "engine"},
+            {"point": "step of an environment", "nth": 20, "delay_s": 0, "target": "driver"},
+        ],
+        [{"point": "call recorded", "nth": 5, "delay_s": 0, "target": "driver"}],
+    ],
     "fully asynchronous": [
         [{"point": "rollout handed over", "nth": 2, "delay_s": 0, "target": "driver"}],
         [

@@ -13,6 +13,8 @@ made: list[object] = []
 class Countdown:
     """`turns` turns; each earns 1 where the answer has an even number of characters, and the end `bonus`."""
 
+    deterministic = True
+
     def __init__(self, turns=3, bonus=0.5):
         self.left, self.bonus = turns, bonus
         self.steps = 0

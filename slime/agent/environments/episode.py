@@ -2,14 +2,15 @@
 
 The policy reads an observation and writes its turn, the environment steps, until the environment is done or a
 budget of turns, tokens or time is used up. A weight push does not interrupt an episode. If a rollout ends
-first, --partial-rollout keeps the episode: its environment waits in this process for the next rollout, or is
-brought to the same state again by replaying the recorded actions.
+first, --partial-rollout keeps the episode: its environment waits in this process for the next rollout. After
+a crash the environment is restored from what its `save` returned, or by replaying the recorded actions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import time
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from slime.agent.environments.protocol import (
     EnvironmentFailure,
     Item,
     Observation,
+    StepResult,
     as_observation,
     as_scores,
     as_step,
@@ -34,6 +36,7 @@ from slime.catalog.deadlines import timeout_s
 from slime.catalog.environments import ENVIRONMENTS, Choice, read_choices
 from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
+from slime.rollout import episode_record
 from slime.rollout.generation.generate_request import token_budget
 from slime.rollout.generation.sample_images import pictures_of
 from slime.rollout.prompt_groups import copy_sample, describe, without_response
@@ -48,7 +51,7 @@ logger = logging.getLogger(__name__)
 PROGRESS_KEY, ROW_PROMPT_KEY, END_KEY = "episode_progress", "env_row_prompt", "episode_end"
 MAX_WAITING = 512  # environments that are kept for the next rollout
 
-_waiting: OrderedDict[str, tuple[EnvironmentCalls, Observation]] = OrderedDict()
+_waiting: OrderedDict[str, tuple[EnvironmentCalls, Observation, Any, bool]] = OrderedDict()
 
 
 class _Interrupted(Exception):
@@ -57,8 +60,13 @@ class _Interrupted(Exception):
 
 @dataclass
 class _Progress:
-    """The actions to replay to return to this state, and the costs so far."""
+    """What is needed to return to this state, and the costs so far."""
 
+    episode: str = field(default_factory=episode_record.new_episode)  # a restart has another name
+    state: Any = None  # what `save` returned, in a tuple
+    shown: dict[str, Any] | None = None  # the observation that the policy responds to
+    called: bool = False  # the step of the current turn was called, and has not returned
+    end: str | None = None
     actions: list[str] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)  # fingerprints of the observations, one more than actions
     turn_start: int = 0  # in the response
@@ -149,6 +157,7 @@ class Episode:
         self.transcripts: dict[int, Transcript] = {}
         self.progress = _Progress()
         self.players = 1
+        self.record = episode_record.current()
 
     async def play(self) -> Sample | list[Sample]:
         keep = False
@@ -159,6 +168,8 @@ class Episode:
             keep = args.partial_rollout and args.partial_episodes == "continue" and self.players == 1
             return self._interrupted(keep)
         except EnvironmentFailure as failure:
+            if self.progress.called and self.record is not None:
+                await self.record.replied(self._call_id, None, wait=False)
             return failed(self.sample, self.choice, failure)
         finally:
             if not keep:
@@ -170,7 +181,7 @@ class Episode:
         observation, in_turn = await self._begin()
         limit_s = timeout_s(self.args, "episode")
         deadline = time.monotonic() + limit_s if limit_s else None
-        end = None
+        end = self.progress.end
         while end is None:
             transcript = self._transcript_of(observation.player)
             if not in_turn and not transcript.read(
@@ -180,19 +191,13 @@ class Episode:
                 break
             if not in_turn:
                 self.progress.turn_start = transcript.sample.response_length
+                await self._keep_turn(transcript, observation)
             in_turn = False
             self._observation = observation
-            if not await self._write_turn(transcript, deadline):
+            if not self.progress.called and not await self._write_turn(transcript, deadline):
                 end = "deadline"
                 break
-            start = self.progress.turn_start
-            action = transcript.text_since(start)
-            result = as_step(self.choice.name, await self.calls.call("step", action))
-            transcript.end_turn(start, float(result.reward))
-            self._count("turns", 1)
-            self._count("tool_calls", result.tool_calls)
-            self._count("tool_errors", result.tool_errors)
-            self.progress.actions.append(action)
+            result = await self._step(transcript)
             if result.done or result.truncated:
                 end = "done" if result.done else "truncated"
                 for one in self.transcripts.values():
@@ -201,61 +206,135 @@ class Episode:
             observation = as_observation(self.choice.name, "step", result.observation)
             self.progress.seen.append(fingerprint(observation))
             end = self._used_up(transcript)
+        self.progress.end = end
+        if self.progress.called:
+            await self._keep_turn(transcript, observation)
         return await self._finish(end)
+
+    async def _step(self, transcript: Transcript) -> StepResult:
+        """Let the environment act on the turn that the policy has written."""
+        start = self.progress.turn_start
+        action = transcript.text_since(start)
+        if self.record is not None:
+            self.progress.called = True
+            kept = None if self._is("deterministic") else self._with_progress(transcript)
+            repeatable = self._is("deterministic") or self._is("repeatable")
+            await self.record.called(self._call_id, kept, repeatable=repeatable)
+        result = await self._call_step(action, self._call_id)
+        transcript.end_turn(start, float(result.reward))
+        self._count("turns", 1)
+        self._count("tool_calls", result.tool_calls)
+        self._count("tool_errors", result.tool_errors)
+        self.progress.actions.append(action)
+        return result
+
+    async def _call_step(self, action: str, call_id: str) -> StepResult:
+        values = (action, call_id) if self._takes_id else (action,)
+        return as_step(self.choice.name, await self.calls.call("step", *values))
+
+    # -- what a killed run continues from
+
+    @property
+    def _call_id(self) -> str:
+        return f"{self.progress.episode}.{len(self.progress.actions)}"
+
+    def _is(self, declared: str) -> bool:
+        return bool(getattr(self.environment, declared, False))
+
+    def _with_progress(self, transcript: Transcript) -> Sample | None:
+        """Return the sample with what `_begin` needs; None: the episode could not be continued with it."""
+        if self.players > 1 or not (self._is("deterministic") or self.progress.state is not None):
+            return None
+        kept = copy_sample(transcript.sample)
+        kept.metadata[PROGRESS_KEY] = asdict(self.progress)
+        kept.status = Sample.Status.ABORTED
+        return kept
+
+    async def _keep_turn(self, transcript: Transcript, observation: Observation) -> None:
+        """Record that the last step has returned, with the state from which the episode continues."""
+        if self.record is None:
+            return
+        progress, returned = self.progress, f"{self.progress.episode}.{len(self.progress.actions) - 1}"
+        progress.called, exact = False, not self._is("deterministic")
+        if exact and self.calls.has("save") and self.calls.has("restore"):
+            progress.state = (await self.calls.call("save"),)
+        progress.shown = None if observation.images else asdict(observation)
+        is_worth_it = exact or (progress.actions and progress.end is None)
+        kept = self._with_progress(transcript) if is_worth_it else None
+        if progress.actions or kept is not None:
+            await self.record.replied(returned, kept, wait=exact)
 
     async def _begin(self) -> tuple[Observation, bool]:
         """Return the first observation, and whether the policy's turn was started already."""
-        saved = self.sample.metadata.get(PROGRESS_KEY)
+        saved = self.sample.metadata.pop(PROGRESS_KEY, None)
         if saved is not None and self.sample.tokens:
             before = _Progress(**saved)
-            observation = await self._return_to(before)
+            observation, how = await self._return_to(before)
             if observation is not None:
                 self.progress = before
                 self._transcript_of(observation.player).sample.status = Sample.Status.ABORTED
+                if self.record is not None:
+                    self.record.continued(self._call_id, how)
                 return observation, True
-            message = "%s restarts: replaying its actions led its environment to another state."
-            logger.warning(message, describe(self.sample))
+            logger.warning("%s restarts: %s.", describe(self.sample), how)
         fresh = without_response(self.sample)
         fresh.tokens, fresh.session_id = [], self.sample.session_id
         fresh.multimodal_inputs = fresh.image_spans = None  # the first observation brings its own
         fresh.multimodal_train_inputs = fresh.multimodal_train_input_id = None
-        fresh.metadata.pop(PROGRESS_KEY, None)
         self.sample = fresh
         observation = await self._reset()
         self.progress.seen.append(fingerprint(observation))
         return observation, False
 
     async def _reset(self) -> Observation:
-        environment = await self.calls.start()
-        item = item_of(self.args, self.sample)
+        item = await self._start()
         if ENV_KEY not in self.sample.metadata:
             self.sample.metadata[ROW_PROMPT_KEY] = item.prompt
-        observation = as_observation(self.choice.name, "reset", await self.calls.call("reset", item))
-        self.players = int(getattr(environment, "num_players", 1))
-        return observation
+        return as_observation(self.choice.name, "reset", await self.calls.call("reset", item))
 
-    async def _return_to(self, before: _Progress) -> Observation | None:
-        """Return the observation at which the episode was interrupted; None: it cannot be reached again."""
+    async def _start(self) -> Item:
+        self.environment = await self.calls.start()
+        self.players = int(getattr(self.environment, "num_players", 1))
+        self._takes_id = "call_id" in inspect.signature(self.environment.step).parameters
+        return item_of(self.args, self.sample)
+
+    async def _return_to(self, before: _Progress) -> tuple[Observation | None, str]:
+        """Return the observation at which the episode was interrupted, and how or why not it was reached."""
         waiting = _waiting.pop(self.sample.session_id or "", None)
         if waiting is not None:
             await self.calls.close()
-            self.calls, observation = waiting
-            return observation
+            self.calls, shown, self.environment, self._takes_id = waiting
+            return shown, "waited"
         if len(pictures_of(self.sample)) != len(self.sample.image_spans or ()):
-            return None  # a restart does not keep the images that were shown
-        observation = await self._reset()
+            return None, "a restart does not keep the images that were shown"
+        item, observation, how = await self._start(), None, ""
+        if self._is("deterministic"):
+            observation, how = await self._replay(before, item), "replayed"
+            why = "replaying its actions led its environment to another state"
+        elif before.called and not self._is("repeatable"):
+            why = "its run ended in a step of its environment, which is not `repeatable`"
+        elif before.state is None or before.shown is None or not self.calls.has("restore"):
+            why = "its environment has no `save` and `restore`, and is not `deterministic`"
+        else:
+            await self.calls.call("restore", item, before.state[0])
+            observation, how = Observation(**before.shown), "restored"
+        if observation is not None:
+            return observation, how
+        await self.calls.close()
+        self.calls = self.calls.restarted()
+        return None, why
+
+    async def _replay(self, before: _Progress, item: Item) -> Observation | None:
+        observation = as_observation(self.choice.name, "reset", await self.calls.call("reset", item))
         for step, action in enumerate(before.actions):
             if fingerprint(observation) != before.seen[step]:
                 break
-            result = as_step(self.choice.name, await self.calls.call("step", action))
+            result = await self._call_step(action, f"{before.episode}.{step}")
             if result.observation is None:
                 break
             observation = as_observation(self.choice.name, "step", result.observation)
-        if self.players == 1 and fingerprint(observation) == before.seen[-1]:
-            return observation
-        await self.calls.close()
-        self.calls = EnvironmentCalls(self.calls.name, self.calls.make, self.calls.timeout_s)
-        return None
+        is_there = self.players == 1 and fingerprint(observation) == before.seen[-1]
+        return observation if is_there else None
 
     async def _write_turn(self, transcript: Transcript, deadline: float | None) -> bool:
         """Let the policy write until it stops or reaches a limit; False: the episode's time is over."""
@@ -348,8 +427,7 @@ class Episode:
         sample.metadata[PROGRESS_KEY] = asdict(self.progress)
         sample.status = Sample.Status.ABORTED
         if sample.session_id:
-            _waiting[sample.session_id] = (self.calls, self._observation)
+            _waiting[sample.session_id] = (self.calls, self._observation, self.environment, self._takes_id)
             if len(_waiting) > MAX_WAITING:
-                _, (calls, _) = _waiting.popitem(last=False)
-                calls.forget()
+                _waiting.popitem(last=False)[1][0].forget()
         return sample

@@ -57,6 +57,13 @@ class EnvironmentCalls:
                 await self.call("close")
         self._work.put(None)
 
+    def has(self, method: str) -> bool:
+        return callable(getattr(self._environment, method, None))
+
+    def restarted(self) -> EnvironmentCalls:
+        """Return the calls of a new environment of the same kind."""
+        return EnvironmentCalls(self.name, self.make, self.timeout_s)
+
     def forget(self) -> None:
         """End the environment's thread without waiting."""
         self._work.put(None)

@@ -20,6 +20,8 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 class TextGymnasium:
     """One episode of a registered environment."""
 
+    deterministic = True
+
     def __init__(self, task: str, options: Mapping[str, Any]):
         import gymnasium
 

@@ -2,6 +2,11 @@
 
 Your class needs no base class (example: docs/environments.md). Its methods may be plain or async: plain ones
 run in a thread that belongs to the episode, so that one that hangs blocks no other episode.
+
+Optional, for episodes that survive a killed run: `save` returns the state as plain values, and
+`restore(item, state)` takes the place of `reset`. `deterministic = True`: the same actions lead to the same
+state, and nothing outside of the object changes. `repeatable = True`: a step that was interrupted may be made
+again, from the state before it. `step(action, call_id)` gets an id that is the same when it is made again.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ class ReasoningGym:
     The answer is the text between the last <answer> tags, or the whole response.
     """
 
+    deterministic = True
+
     def __init__(self, task: str, options: Mapping[str, Any]):
         own = dict(options)
         self._system: str | None = own.pop("system", None)

@@ -36,6 +36,8 @@ def task_names() -> list[str]:
 class TextArena:
     """A game. Players read only what is new since their last move."""
 
+    deterministic = True
+
     def __init__(self, task: str, options: Mapping[str, Any]):
         own = dict(options)
         self._task = task

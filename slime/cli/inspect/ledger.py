@@ -64,6 +64,9 @@ def _audit_run(options: argparse.Namespace, folder: Path) -> int:
     print("groups: " + (", ".join(f"{n} {what}" for what, n in sorted(found.groups.items())) or "none"))
     if found.redone or found.recalled:
         print(f"after crashes: {found.redone} steps repeated, {found.recalled} samples restored")
+    if found.calls:
+        print(f"calls of tools and environments: {found.calls}; repeated: {found.repeated_calls}")
+        print(f"episodes after crashes: {found.continued} continued, {found.restarted} restarted")
     if found.unrecorded:
         print(f"steps {found.unrecorded}: samples are missing, only their outcomes are known (disk full?)")
     if found.unnumbered:

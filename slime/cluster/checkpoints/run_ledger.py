@@ -82,11 +82,12 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
     """Open the run's ledger with the samples that an earlier start finished; None if it keeps no record."""
     if recording.writer is None:
         return None
-    known = {}
+    known, episodes = {}, {}
     if run.num_starts > 1 and args.ckpt_step is None and not args.finetune:
         try:
             with LedgerReader(record_file(run.run_dir)) as reader:
                 known = reader.finished_entries(resume.settings)
+                episodes = reader.unfinished_episodes(resume.settings)
         except RecordError as error:
             logger.warning(
                 "No sample can be restored from the ledger (%s); unfinished groups are repeated.", error
@@ -98,6 +99,7 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
         keeps=args.save is not None,
         any_version=pool and not args.deterministic_mode,
         known=known,
+        episodes=episodes,
     )
     ledger.resumed(resume.committed, resume.last_made)
     return ledger

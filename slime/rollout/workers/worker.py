@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import queue
 from dataclasses import dataclass
@@ -12,12 +13,12 @@ from typing import Any
 from slime.arguments import Args, RunInfo, plugin_args
 from slime.liveness import waits
 from slime.observability.logging_utils import configure_logger
-from slime.record.ledger_rows import AnyNote
+from slime.record.ledger_rows import AnyNote, FinishedEntry
 from slime.rollout import ledger, sglang_rollout
 from slime.rollout.generation import turn_gate
 from slime.rollout.generation.policy_requests import not_trained
 from slime.rollout.generation.scope import RequestScope
-from slime.rollout.ledger import Ledger
+from slime.rollout.ledger import Key, Ledger
 from slime.rollout.prompt_groups import Group
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils import http_utils
@@ -44,6 +45,7 @@ class Job:
     max_context_len: int | None
     rollout_id: int | None
     version: int | None  # of the engines when the rollout began
+    episodes: dict[Key, FinishedEntry]  # of the group, which an earlier process has started
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,13 @@ class Done:
     num_sent: int
     tokens: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Asks the driver to report when it has written all events before this one."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,9 @@ class RolloutWorker:
             if (limit := getattr(args, name)) is not None:
                 self._args.change(name, math.ceil(limit / count))
         self.know_engines(settings.engines)
-        self._news: queue.SimpleQueue[AnyNote | Done] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[AnyNote | Done | Question] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._questions: dict[int, asyncio.Future[None]] = {}
         self._jobs: dict[int, tuple[asyncio.Task[None], RequestScope]] = {}
         self._ledger = None if settings.ledger is None else Ledger(self, **settings.ledger)
         ledger.use(self._ledger)
@@ -98,9 +109,20 @@ class RolloutWorker:
         for note in notes:
             self._news.put(note)
 
-    def news(self) -> list[AnyNote | Done]:
+    async def written(self) -> None:
+        """Return when the driver has written all events until now."""
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._questions[number] = future
+        self._news.put(Question(number))
+        await future
+
+    def is_written(self, number: int) -> None:
+        future = self._questions.pop(number)
+        future.get_loop().call_soon_threadsafe(future.set_result, None)
+
+    def news(self) -> list[AnyNote | Done | Question]:
         """Return what has happened since the last call, in its order; wait a while for the first."""
-        found: list[AnyNote | Done] = []
+        found: list[AnyNote | Done | Question] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._news.get(timeout=_POLL_S))
             while len(found) < _AT_ONCE:
@@ -123,6 +145,7 @@ class RolloutWorker:
         set_current_rollout_id(job.rollout_id)
         if self._ledger is not None and job.rollout_id is not None:
             self._ledger.begin(job.rollout_id, job.version)
+            self._ledger.know_episodes(job.episodes)
         try:
             with contextlib.nullcontext() if job.trained else not_trained():
                 group = await sglang_rollout.generate_and_rm_group(
