@@ -7,17 +7,17 @@ from pathlib import Path
 from source_trees import nodes_of
 
 PACKAGE = Path(__file__).parent.parent / "slime"
-# Lines of Python per folder, together at most 87,800. A budget may move to another folder in a commit
+# Lines of Python per folder, together at most 88,400. A budget may move to another folder in a commit
 # that says why.
 BUDGETS: dict[str, int] = {
     "agent": 8386,
     "algorithms": 2002,
-    "arguments": 6299,
-    "backends": 12803,
+    "arguments": 6311,
+    "backends": 12869,
     "batch": 1025,
-    "catalog": 1787,
+    "catalog": 1791,
     "cli": 7652,
-    "cluster": 6891,
+    "cluster": 6894,
     "dashboard": 1720,
     "data": 1014,
     "engines": 7050,
@@ -28,12 +28,12 @@ BUDGETS: dict[str, int] = {
     "rollout": 6938,
     "runtime": 1659,
     "simulation": 1950,
-    "step": 1840,
+    "step": 1843,
     "utils": 5993,
     "weight_sync": 2397,
     "wire and rest": 2310,
 }
-STATEMENTS = 55_789
+STATEMENTS = 55_847
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -182,6 +182,8 @@ class StepStats:
     learning_rates: tuple[float, ...]  # per parameter group
     optimizer_s: float = 0.0  # host seconds of the optimizer itself, after the last backward pass
     applied: bool = True  # False: there was nothing to apply, weights and optimizer are as before
+    loss_scale: float | None = None  # in fp16
+    overflowed: bool = False  # not applied, because the gradient overflowed in fp16
 
 
 # Metric of losses that can leave out tokens: the number of tokens left. 0: nothing trains.

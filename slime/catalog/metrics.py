@@ -141,6 +141,10 @@ train/critic-lr-pg_<group>: learning rate of the critic
 train/critic-empty_steps: steps of the critic without a trained token = 0
 train/critic-nonfinite_steps: steps of the critic that were skipped because a value was not finite = 0
 train/empty_steps: optimizer steps without a trained token, which are not applied = 0
+train/skipped_steps: optimizer steps that were skipped because the gradient overflowed in fp16 = 0, rarely 1
+train/critic-skipped_steps: steps of the critic that were skipped because of an overflow in fp16 = 0, rarely 1
+train/loss_scale: factor of the loss in fp16 = changes rarely
+train/critic-loss_scale: factor of the critic's loss in fp16 = changes rarely
 train/nonfinite_steps: optimizer steps that were skipped because a value was not finite = 0
 train/moe_aux_loss: load-balancing loss of the experts = near the number of experts per token
 train/moe_z_loss: z-loss of the routers

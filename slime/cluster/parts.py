@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.arguments import Args
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
+from slime.arguments.groups.precision import SIXTEEN_BITS
 from slime.cluster.canary.canary import Canary
 from slime.cluster.checkpoints.published import Models
 from slime.cluster.checkpoints.resume_point import ResumePoint, find_resume_point, verify_checkpoint
@@ -250,9 +251,11 @@ def _choose_push(
     )
     logger.info("Weights are sent to the engines by the transport %s.", transport)
     # Engines get the precision that the trainer computes in; None: that of the master weights.
-    half = args.dtype == "bfloat16" or (args.dtype == "auto" and all(ranks.call(TrainActor.has_bfloat16)))
+    pushed = args.dtype if args.dtype in SIXTEEN_BITS else None
+    if args.dtype == "auto" and all(ranks.call(TrainActor.has_bfloat16)):
+        pushed = "bfloat16"
     return WeightPush(
-        *(ranks, engines, residency, run.pushes_as, "bfloat16" if half else None, num_done),
+        *(ranks, engines, residency, run.pushes_as, pushed, num_done),
         transport=transport,
         engine_urls=facts.engine_urls,
     )

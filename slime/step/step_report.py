@@ -19,7 +19,7 @@ PER_SAMPLE_METRICS: tuple[SampleKey, ...] = ("rewards", "raw_reward", "truncated
 # Parts of the loss are reported as they are minimised; other metrics are means over trained tokens.
 LOSS_TERMS = ("loss", "pg_loss", "kl_loss")
 RATED_PASSES = ("log_probs", "ref_log_probs", "actor_train")  # of which TFLOP/s are reported
-STEPS_NOT_APPLIED = ("nonfinite_steps", "empty_steps")
+STEPS_NOT_APPLIED = ("nonfinite_steps", "empty_steps", "skipped_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,10 @@ def optimizer_metrics(stats: StepStats, prefix: str) -> dict[str, float]:
     """Return gradient norm, learning rates, and whether there was nothing to apply."""
     metrics = {f"{prefix}grad_norm": stats.grad_norm}
     metrics |= {f"{prefix}lr-pg_{i}": rate for i, rate in enumerate(stats.learning_rates)}
-    return metrics if stats.applied else metrics | {f"{prefix}empty_steps": 1.0}
+    if stats.loss_scale is not None:
+        metrics[f"{prefix}loss_scale"] = stats.loss_scale
+    name = "skipped" if stats.overflowed else "empty"
+    return metrics if stats.applied else metrics | {f"{prefix}{name}_steps": 1.0}
 
 
 def rollout_metrics(

@@ -22,12 +22,24 @@ _SET_FOR_FP8 = ("--quantization", "--load-format", "--json-model-override-args")
 
 def derive_precision(draft: Draft, count_gpus: Callable[[], int]) -> None:
     """Choose the precision for this machine; on a cluster every machine chooses for itself."""
-    if draft.runtime == "ray" or draft.dtype == "float32":
+    if draft.dtype == "float16":
+        _check_float16(draft)
+    if draft.runtime == "ray" or draft.dtype in ("float32", "float16"):
         return
     if count_gpus():
         _on_gpu(draft)
     else:
         _on_cpu(draft)
+
+
+def _check_float16(draft: Draft) -> None:
+    if draft.train_backend != "fsdp":
+        raise ValueError(
+            f"--dtype float16 with --train-backend {draft.train_backend}: only the FSDP trainer scales the "
+            "loss, without which gradients in fp16 vanish; use --train-backend fsdp or --dtype bfloat16."
+        )
+    if draft.fp8_training:
+        raise ValueError("--dtype float16 with --fp8-training: FP8 products return bfloat16; keep one.")
 
 
 def _on_gpu(draft: Draft) -> None:

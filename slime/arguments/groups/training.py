@@ -35,8 +35,8 @@ class TrainingFlags:
     dtype: str = flag(
         "auto",
         "compute precision; master weights are float32. auto: bfloat16 if the device supports it, else "
-        "float32; on a CPU only for models stored in 16 bits",
-        choices=("auto", "float32", "bfloat16"),
+        "float32; on a CPU only for models stored in 16 bits. float16: with a loss scale (FSDP)",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     global_batch_size: int | None = flag(None, "samples per optimizer step; default: a whole rollout", ge=1)
     num_steps_per_rollout: int | None = flag(

@@ -1,9 +1,11 @@
 """The FSDP2 trainer: log-prob passes, optimizer steps, checkpoints and weight export of one rank."""
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from slime.backends.fsdp import (
 from slime.backends.fsdp.expert_replay import ExpertReplay
 from slime.backends.fsdp.expert_watch import ExpertWatch
 from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers, require_input_gradient
+from slime.backends.fsdp.loss_scale import LossScale
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, reshard, shard
 from slime.backends.fsdp.muon import Muon, hidden_matrices
@@ -47,6 +50,7 @@ from slime.backends.fsdp.working_copy import WorkingCopy
 from slime.backends.shared.checkpoint_errors import plain_errors
 from slime.backends.shared.draw_weights import draw_weights
 from slime.backends.shared.host_memory import HostMemory
+from slime.backends.shared.learning_rate import learning_rate
 from slime.backends.shared.microbatch import by_sample
 from slime.backends.shared.placed_adam import MomentPlan, PlacedAdamW, local
 from slime.backends.shared.trainable import freeze
@@ -55,6 +59,8 @@ from slime.backends.shared.trainer_folder import read_manifest
 from slime.backends.shared.weight_copies import LIVE, WeightCopies
 from slime.backends.torch_dist.reading import weights_source
 from slime.catalog.families import is_verified, refusal
+
+logger = logging.getLogger(__name__)
 
 _COMPILE_FROM_WIDTH = 1024
 
@@ -80,6 +86,7 @@ class FSDPBackend(TrainBackend):
         self.layout, self.data_group = self.mesh.layout, self.mesh.data_group
         self.pending_save: Future[Any] | None = None  # with --async-save: the state that is being written
         self.save_group: dist.ProcessGroup | None = None  # set by the first such save
+        self.loss_scale = LossScale() if self.compute_dtype == torch.float16 else None
         self.model = self._build_model()
         self.hf_config = self.model.lm.config
         self.has_experts = families.has_experts(self.hf_config.get_text_config())
@@ -184,6 +191,7 @@ class FSDPBackend(TrainBackend):
     ) -> tuple[dict[str, float], float]:
         # FSDP averages gradients over the ranks that share parameters; the loss is a sum over them.
         scale = self.layout.dp_size * self.layout.cp_size / denominators.value
+        scale *= 1.0 if self.loss_scale is None else self.loss_scale.size
         sums: dict[str, Tensor] = {}
         # The model stays in evaluation mode: engines have no dropout, so the policy trains without it.
         with self._working():
@@ -203,6 +211,8 @@ class FSDPBackend(TrainBackend):
                     reshard(self.model)
                 for name, metric in metrics.items():
                     sums[name] = sums[name] + metric if name in sums else metric
+        if self.loss_scale is not None and (gradients := self._gradients()):
+            torch._foreach_mul_(gradients, 1.0 / self.loss_scale.size)
         reduced, grad_norm = self._reduce(sums, denominators)
         if (counts := self.experts.take()) is not None:
             if self.mesh.shard.size() > 1:
@@ -214,7 +224,23 @@ class FSDPBackend(TrainBackend):
         self, loss: Loss, denominators: Denominators, metrics: dict[str, float], grad_norm: float
     ) -> StepStats:
         try:
-            return super()._finish_step(loss, denominators, metrics, grad_norm)
+            scale = self.loss_scale
+            if scale is None or not all(map(math.isfinite, metrics.values())):
+                return super()._finish_step(loss, denominators, metrics, grad_norm)
+            size = scale.size
+            if not scale.update(grad_norm):
+                stats = super()._finish_step(loss, denominators, metrics, grad_norm)
+                return replace(stats, loss_scale=size)
+            if self.rank == 0:
+                logger.warning(
+                    "Optimizer step %d (%s) was skipped: its gradient overflowed in fp16 at loss scale %g. "
+                    "Weights are as before; the next step uses %g. train/skipped_steps counts such steps.",
+                    *(self.step, self.role, size, scale.size),
+                )
+            rates = (learning_rate(self.args, self.step, self.decay_steps),) * len(
+                self.optimizer.param_groups
+            )
+            return StepStats(metrics, 0.0, rates, applied=False, loss_scale=size, overflowed=True)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -368,7 +394,8 @@ class FSDPBackend(TrainBackend):
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def _manifest(self) -> dict[str, Any]:
-        return {"model": dcp_checkpoint.fingerprint(self.model.lm), "world_size": self.layout.dp_size}
+        found = {"model": dcp_checkpoint.fingerprint(self.model.lm), "world_size": self.layout.dp_size}
+        return found if self.loss_scale is None else found | {"loss_scale": self.loss_scale.state}
 
     def _check_model(self, path: Path) -> dict[str, Any]:
         manifest = read_manifest(path)
@@ -380,6 +407,8 @@ class FSDPBackend(TrainBackend):
 
     def _load_state(self, path: Path, manifest: dict[str, Any], *, with_optimizer: bool) -> None:
         dcp_checkpoint.load(self, path, with_optimizer=with_optimizer)
+        if self.loss_scale is not None and with_optimizer and "loss_scale" in manifest:
+            self.loss_scale = LossScale(manifest["loss_scale"])
 
     def _save_weights(self, path: Path) -> None:
         dcp_checkpoint.save_weights(self, path)

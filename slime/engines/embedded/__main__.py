@@ -35,7 +35,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--life-fd", type=int, help="inherited pipe; the process ends when it reads end-of-file")
     add("--shm-prefix", help="shared-memory segments with this prefix are removed on the parent's death")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     add("--threads", type=int, help="CPU threads of the model (default: torch's)")
     add("--max-running-requests", type=int, default=256)
     add("--max-total-tokens", type=int, help="size of the KV pool (default: derived from memory)")

@@ -59,7 +59,7 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the precision of --dtype on a device; `auto` is float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type != "cpu" and has_bfloat16() else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def drain_peak_memory() -> int | None:
