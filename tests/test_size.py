@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "slime"
 BUDGETS: dict[str, int] = {
     "agent": 8386,
     "algorithms": 2002,
-    "arguments": 6311,
+    "arguments": 6314,
     "backends": 12869,
     "batch": 1025,
     "catalog": 1791,

@@ -26,6 +26,9 @@ _INSTEAD = {
     "use-dynamic-global-batch-size": "an optimizer step takes --global-batch-size episodes, however many "
     "samples each of them became, and no sample is left out; for one step per rollout, use "
     "--num-steps-per-rollout 1, and give all samples of an episode the same rollout_id",
+    "true-on-policy-mode": "SGLang's deterministic kernels are not the trainer's, so log-probs differ by "
+    "rounding (docs/engines.md); --deterministic-mode repeats a run bit by bit, and "
+    "--sglang-rl-on-policy-target fsdp brings SGLang nearest to the trainer",
     "int4-params-rollout": "engines get weights in 16 bits or FP8: use --rollout-quantization fp8, or remove "
     "it and give a 16-bit --hf-checkpoint",
 }
