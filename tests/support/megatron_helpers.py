@@ -1,5 +1,6 @@
 """Shared by the Megatron tests: tiny models of each family, settings, jobs of several processes."""
 
+import gc
 import os
 import traceback
 import uuid
@@ -98,7 +99,11 @@ def training_step(backend, args, samples, rollout_id: int = 0, **options):
 
 
 def train(backend_of, args, rank: int, world_size: int) -> dict:
-    """Three GRPO steps on ragged samples: losses, norms, and the exported weights before and after."""
+    """Three GRPO steps on ragged samples: losses, norms, and the exported weights before and after.
+
+    The process groups of an earlier trainer of this process end here.
+    """
+    end_groups()
     backend = backend_of(args, rank=rank, world_size=world_size, device=DEVICE)
     before = exported(backend)
     samples = with_nuclei(random_samples(5, 3, vocab=127), vocab=127)
@@ -114,6 +119,21 @@ def train(backend_of, args, rank: int, world_size: int) -> dict:
 
 def exported(backend, **options) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu().clone() for bucket in backend.export(**options) for name, tensor in bucket}
+
+
+def end_groups() -> None:
+    """End all process groups but the default one: a trainer makes about forty, with three threads each."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+    from torch.distributed import distributed_c10d
+
+    gc.collect()
+    for dispatcher in [part for part in gc.get_objects() if isinstance(part, MoETokenDispatcher)]:
+        dispatcher.probs = None  # of the last pass: its graph keeps the whole trainer
+    for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+    gc.collect()
 
 
 def in_processes(world_size: int, function, folder: Path, *args) -> dict:

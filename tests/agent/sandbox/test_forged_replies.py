@@ -9,19 +9,13 @@ import json
 import struct
 
 import pytest
+from isolation_kinds import usable
 from patience import LONG_S
 
 from slime.agent.sandbox import LocalSandbox, SandboxDied, SandboxError
-from slime.agent.sandbox.isolation import BUBBLEWRAP, NAMESPACES, PLAIN, why_not
+from slime.agent.sandbox.isolation import BUBBLEWRAP, NAMESPACES, PLAIN
 
 DESCRIPTORS = [f"/proc/self/fd/{number}" for number in range(3, 12)]
-
-
-def usable(kind):
-    why = why_not(kind)
-    return pytest.param(
-        kind, marks=pytest.mark.skipif(why is not None, reason=f"{kind} does not work here: {why}")
-    )
 
 
 every_kind = pytest.mark.parametrize("kind", [usable(kind) for kind in (BUBBLEWRAP, NAMESPACES, PLAIN)])

@@ -10,19 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from isolation_kinds import usable
 from patience import LONG_S, eventually
 
 from slime.agent.sandbox import Limits, LocalSandbox
-from slime.agent.sandbox.isolation import BUBBLEWRAP, NAMESPACES, why_not
+from slime.agent.sandbox.isolation import BUBBLEWRAP, NAMESPACES
 
 MIB = 1 << 20
-
-
-def usable(kind):
-    why = why_not(kind)
-    return pytest.param(
-        kind, marks=pytest.mark.skipif(why is not None, reason=f"{kind} does not work here: {why}")
-    )
 
 
 pytestmark = pytest.mark.parametrize("kind", [usable(BUBBLEWRAP), usable(NAMESPACES)])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from isolation_kinds import usable
 from patience import LONG_S, eventually, longer_each_time
 
 from slime.agent.sandbox import (
@@ -23,14 +24,6 @@ from slime.agent.sandbox import (
     open_sandbox,
 )
 from slime.agent.sandbox.isolation import BUBBLEWRAP, NAMESPACES, PLAIN, has_private_users, why_not
-
-
-def usable(kind):
-    why = why_not(kind)
-    return pytest.param(
-        kind, marks=pytest.mark.skipif(why is not None, reason=f"{kind} does not work here: {why}")
-    )
-
 
 KINDS = [usable(kind) for kind in (BUBBLEWRAP, NAMESPACES, PLAIN)]
 WALLED = [usable(kind) for kind in (BUBBLEWRAP, NAMESPACES)]
