@@ -1,7 +1,7 @@
 """Shared by tests of adapters on Megatron: GRPO steps with adapters, and the obvious version of a step."""
 
 import torch
-from megatron_helpers import GRPO, exported, megatron_args, training_step
+from megatron_helpers import GRPO, end_groups, exported, megatron_args, training_step
 from trainer_helpers import random_samples
 
 LORA = dict(lora_rank=3, lora_alpha=6.0, optimizer="sgd", lr=0.5, weight_decay=0.0)
@@ -23,6 +23,7 @@ def lora_cases(rank: int, world_size: int, cases: dict[str, tuple[str, dict]], f
         module = fsdp if settings.pop("fsdp", False) else megatron
         saved = settings.pop("save", None)
         args = megatron_args(model, **(GRPO | LORA | settings))
+        end_groups()
         backend = module.create_backend(args, rank=rank, world_size=world_size, device="cpu")
         result = {"before": exported(backend), "start": adapters_of(backend)}
         report = training_step(backend, args, random_samples(5, 3, vocab=127)).run()

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from devices import DEVICE
-from megatron_helpers import GRPO, in_processes, make_family, megatron_args, training_step
+from megatron_helpers import GRPO, end_groups, in_processes, make_family, megatron_args, training_step
 from trainer_helpers import random_samples
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
@@ -26,6 +26,7 @@ def compare(rank: int, world_size: int, model: str, cases: dict) -> dict:
 
     results = {}
     for name, changes in cases.items():
+        end_groups()
         changes = dict(changes)
         module = fsdp if changes.pop("fsdp", False) else megatron
         settings = GRPO | {

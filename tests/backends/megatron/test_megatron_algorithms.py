@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_helpers import exported, in_processes, make_family, megatron_args, training_step
+from megatron_helpers import end_groups, exported, in_processes, make_family, megatron_args, training_step
 from trainer_helpers import random_samples
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
@@ -108,6 +108,7 @@ def train_case(rank, world_size, models, settings, create):
     if teacher := settings.pop("teacher", None):
         settings["opd_teacher_load"] = models[teacher]
     args = megatron_args(model, **(BASE | settings))
+    end_groups()
     backend = create(args, rank=rank, world_size=world_size, device="cpu")
     before = exported(backend)
     report = training_step(backend, args, samples_for(settings)).run()

@@ -11,7 +11,15 @@ import torch
 pytest.importorskip("megatron.core")
 
 from devices import DEVICE
-from megatron_helpers import GRPO, exported, in_processes, make_family, megatron_args, training_step
+from megatron_helpers import (
+    GRPO,
+    end_groups,
+    exported,
+    in_processes,
+    make_family,
+    megatron_args,
+    training_step,
+)
 from trainer_helpers import random_samples
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(1800)]
@@ -50,6 +58,7 @@ def routed_samples():
 
 def train_case(rank, world_size, model, settings, create):
     args = megatron_args(model, **(BASE | settings))
+    end_groups()
     backend = create(args, rank=rank, world_size=world_size, device=DEVICE)
     steps = training_step(backend, args, routed_samples()).run().steps
     names = (

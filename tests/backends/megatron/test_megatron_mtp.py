@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron_families import MTP, families_of, make_checkpoint, mtp_log_probs, samples_of_tests
-from megatron_helpers import GRPO, exported, in_processes, megatron_args, training_step
+from megatron_helpers import GRPO, end_groups, exported, in_processes, megatron_args, training_step
 
 from slime.backends.megatron.config import check_mtp, read_hf_config, transformer_config
 
@@ -38,6 +38,7 @@ def train_with_mtp(rank: int, world_size: int, cases: dict[str, tuple[str, dict]
 
     results = {}
     for name, (model, settings) in cases.items():
+        end_groups()
         # Clipping would couple policy and heads: the norm of the gradients is one.
         args = megatron_args(model, **(GRPO | dict(optimizer="sgd", clip_grad=0.0) | settings))
         backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 
 from engine_under_test import start_engine
 from megatron_families import make_checkpoint
-from megatron_helpers import in_processes, make_family, megatron_args
+from megatron_helpers import end_groups, in_processes, make_family, megatron_args
 from tiny_model import make_tiny_model
 
 from slime.utils.async_utils import run
@@ -48,6 +48,7 @@ def push_all(
 
     results = {}
     for name, (model, settings) in cases.items():
+        end_groups()
         backend = create_backend(
             megatron_args(model, **SMALL, **settings), rank=rank, world_size=world_size, device="cpu"
         )
