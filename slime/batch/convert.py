@@ -295,8 +295,9 @@ def _add_nuclei(args: Flags, batch: RolloutBatch, samples: Sequence[Sample]) -> 
             f"sample {trained[0].index} (group {trained[0].group_index}) does not carry the token ids that "
             f"it was drawn from (rollout_top_p_token_ids), which --rollout-top-p {args.rollout_top_p:g} "
             f"and --rollout-top-k {args.rollout_top_k} need: let the generate function send its "
-            f"sampling_params as it gets them (custom_params has {top_p.REQUEST_FIELD!r}) and pass the "
-            "answer's meta_info to sample.append_response_tokens; or accept log-probs of another "
+            f"sampling_params as it gets them (custom_params has {top_p.REQUEST_FIELD!r}), to "
+            "SGLang with return_sampling_mask: true beside them, and pass the answer's meta_info to "
+            "sample.append_response_tokens; or accept log-probs of another "
             "distribution with --allow-sampling-mismatch."
         )
     if len(missing) < len(samples):

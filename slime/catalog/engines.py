@@ -29,6 +29,8 @@ class Dialect:
     # the field, and ignores an id that is not exactly that of a request it holds.
     aborts_by_prefix: bool = False
     reports_nucleus: bool = False  # can report the ids each token was drawn from, with log-probs over these
+    # The `top_k` of a request for these ids that has none (SGLang: it must be at most 4096 by default).
+    nucleus_top_k: int | None = None
     oldest_version: tuple[int, ...] = ()  # older servers are refused
 
 
@@ -39,6 +41,8 @@ _SGLANG = Dialect(
     has_spans=True,
     has_begin_end=True,
     overwrites_weights=True,
+    reports_nucleus=True,
+    nucleus_top_k=2048,
     oldest_version=(0, 5),
 )
 
@@ -99,7 +103,12 @@ ENGINES: dict[str, EngineKind] = {
             (
                 (0, 5, 23),
                 replace(
-                    _SGLANG, name="sglang<0.5.23", has_spans=False, has_begin_end=False, adapters_by=None
+                    _SGLANG,
+                    name="sglang<0.5.23",
+                    has_spans=False,
+                    has_begin_end=False,
+                    adapters_by=None,
+                    reports_nucleus=False,
                 ),
             ),
         ),

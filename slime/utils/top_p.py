@@ -2,7 +2,7 @@
 
 `ids` of all tokens are concatenated; those of token i are `ids[offsets[i]:offsets[i + 1]]`. A token without
 ids was drawn from the whole vocabulary, or is tool output. An engine's log-probs are over the ids if there
-are any, else over the whole vocabulary.
+are any, else over the whole vocabulary. SGLang reports both in fields of its own, see `in_our_fields`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ REQUEST_FIELD = "return_top_p_token_ids"
 # The fields of a response's meta_info; the second names are those of older servers.
 _IDS = ("top_p_token_ids", "top_p_kept_token_ids")
 _OFFSETS = ("top_p_token_offsets", "top_p_kept_token_offsets")
+# The fields in which SGLang reports them: the ids of each token, and its log-prob over them.
+_MASKS, _MASKED_LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 
 
 def to_meta(kept: Sequence[np.ndarray]) -> dict[str, str]:
@@ -31,8 +33,28 @@ def to_meta(kept: Sequence[np.ndarray]) -> dict[str, str]:
     return {_IDS[0]: encode_int32_meta_array(ids), _OFFSETS[0]: encode_int32_meta_array(offsets)}
 
 
+def in_our_fields(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a response's meta_info with SGLang's report in the fields of the embedded engine.
+
+    SGLang's `output_token_logprobs` are over the whole vocabulary; they become those over the kept ids.
+    """
+    masks = meta.get(_MASKS)
+    if masks is None:
+        return meta
+    triples = meta.get("output_token_logprobs") or ()
+    log_probs = [[own, *rest] for own, (_, *rest) in zip(meta[_MASKED_LOG_PROBS], triples, strict=True)]
+    others = {name: value for name, value in meta.items() if name not in (_MASKS, _MASKED_LOG_PROBS)}
+    return others | {"output_token_logprobs": log_probs} | to_meta([np.asarray(row) for row in masks])
+
+
+def is_in(meta: Mapping[str, Any]) -> bool:
+    """Return whether a response names the ids that its tokens were drawn from."""
+    return bool(meta.get(_IDS[0]) or meta.get(_MASKS))
+
+
 def from_meta(meta: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Return (ids, offsets) of a response, int32; None: it has neither. ValueError: it has only one."""
+    meta = in_our_fields(meta)
     found = [meta[name] for names in (_IDS, _OFFSETS) for name in names if meta.get(name) is not None]
     if not found:
         return None

@@ -211,6 +211,9 @@ class Sample:
         Trainable tokens come from the policy and need log-probs; others (tool output, environment text) must
         have none and get log-prob 0 and mask 0. `meta_info`: the field of this name in the engine's response.
         """
+        if meta_info is not None and (ours := top_p.in_our_fields(meta_info)) is not meta_info:
+            meta_info = dict(ours)  # of SGLang, with log-probs over the ids that it kept
+            log_probs = [triple[0] for triple in meta_info["output_token_logprobs"]]
         new = list(map(int, tokens or ()))
         log_probs = None if log_probs is None else list(map(float, log_probs))
         self._check_append(new, log_probs, trainable)

@@ -222,6 +222,8 @@ class GenerateRequest:
             "stream": self.stream,
             **self.extra,
         }
+        if self.sampling.return_top_p_token_ids:
+            out["return_sampling_mask"] = True  # SGLang's spelling; the embedded engine reads the parameter
         if self.image_data:
             out["image_data"] = list(self.image_data)
         if self.rid is not None:
@@ -276,7 +278,7 @@ class Generation:
 
     @classmethod
     def _read(cls, data: Mapping[str, Any], meta: Mapping[str, Any]) -> "Generation":
-        detail = meta.get("finish_reason")
+        meta, detail = top_p.in_our_fields(meta), meta.get("finish_reason")
         if not isinstance(detail, (dict, Mapping)) or detail.get("type") not in FINISH_TYPES:
             raise ValueError(
                 f"finish_reason {shown(detail)} of request {shown(meta.get('id'))} is none of {FINISH_TYPES}"

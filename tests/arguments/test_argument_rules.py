@@ -30,20 +30,12 @@ SGLANG = {"rollout_engine": "sglang", "sglang_python": sys.executable}
         ),
         ({"rollout_temperature": -1}, "--rollout-temperature is -1"),
         (
-            {"rollout_top_p": 0.9, **SGLANG},
-            "--rollout-top-p is 0.9: .*sglang does not report them.*--allow-sampling-mismatch",
-        ),
-        (
-            {"rollout_top_k": 20, **SGLANG},
-            "--rollout-top-k is 20: .*--rollout-engine embedded, which reports them",
-        ),
-        (
             {
                 "rollout_top_p": 0.9,
                 "rollout_external_engine_addrs": ["127.0.0.1:1"],
                 "rollout_num_gpus": None,
             },
-            "--rollout-top-p is 0.9: .*external engines do not report them",
+            "--rollout-top-p is 0.9: .*does not ask external engines for them.*--allow-sampling-mismatch",
         ),
         ({"rollout_top_k": 1}, "--rollout-top-k is 1: greedy decoding"),
         (
@@ -178,6 +170,15 @@ def test_truncated_sampling_is_trained_where_the_engine_tells_what_it_kept(cut):
     assert sampling_params_of(args)["custom_params"] == {"return_top_p_token_ids": True}
     plain = parse()
     assert not replays_nucleus(plain) and "custom_params" not in sampling_params_of(plain)
+
+
+def test_sglang_gets_a_top_k_with_which_it_tells_what_it_kept():
+    args = parse(rollout_top_p=0.9, **SGLANG)
+    assert replays_nucleus(args) and args.rollout_top_k == 2048
+    params = sampling_params_of(args)
+    assert params["top_k"] == 2048 and params["custom_params"] == {"return_top_p_token_ids": True}
+    assert parse(rollout_top_p=0.9, rollout_top_k=50, **SGLANG).rollout_top_k == 50
+    assert parse(**SGLANG).rollout_top_k == parse(rollout_top_p=0.9).rollout_top_k == -1
 
 
 @pytest.mark.parametrize("engine", [{}, SGLANG])

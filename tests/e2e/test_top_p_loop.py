@@ -2,9 +2,11 @@
 engine and trainer mean the same distribution, and it learns.
 """
 
+import pytest
 import torch
 from loop_helpers import make_world, run_train, series
 
+from slime.arguments.passthrough.sglang_flags import find_python
 from slime.rollout.dumps import load_rollout_dump
 
 TOP_P = dict(
@@ -36,3 +38,27 @@ def test_a_run_with_top_p_trains_the_distribution_that_it_samples_from(tmp_path)
     run_train(world, "again", num_rollout=1, load_debug_rollout_data=dump, **TOP_P)
     for name in ("train/loss", "train/entropy_loss", "train/grad_norm"):
         assert abs(series(world, "again", name)[0] - series(world, "run", name)[0]) < 1e-5
+
+
+@pytest.mark.sglang
+def test_a_run_on_sglang_trains_over_the_ids_that_sglang_kept(tmp_path):
+    if find_python(None) is None:
+        pytest.skip("there is no SGLang: `make sglang-env`")
+    world = make_world(tmp_path)
+    dump = str(tmp_path / "rollout_{rollout_id}.pt")
+    run_train(
+        world,
+        "run",
+        timeout=1200,
+        num_rollout=2,
+        rollout_engine="sglang",
+        timeouts="engine-start=900",
+        save_debug_rollout_data=dump,
+        **TOP_P,
+    )
+    difference = series(world, "run", "train/logprob_abs_diff/lag_0")
+    assert len(difference) == 2 and max(difference.values()) < 1e-5, difference
+    kept = series(world, "run", "rollout/top_p_kept_vocab_per_token")
+    assert all(1.0 < count < 0.95 * 128 for count in kept.values()), kept
+    for sample in load_rollout_dump(dump, 1):
+        assert len(sample.rollout_top_p_token_offsets) == sample.response_length + 1

@@ -154,10 +154,11 @@ def test_a_function_that_asks_for_the_nucleus_and_drops_it_is_refused(tmp_path):
 
 def test_engines_that_cannot_tell_refuse_what_a_function_cuts(tmp_path):
     args = make_args(tmp_path)
-    args.rollout_engine = "sglang"
+    args.rollout_external_engine_addrs = ["127.0.0.1:1"]
     for params in ({"top_p": 0.9}, {"top_p": 0.9, **ASK}):
         with pytest.raises(
-            SamplingRefused, match=r"'top_p'\] is 0\.9: .*--rollout-engine embedded, which reports them"
+            SamplingRefused,
+            match=r"'top_p'\] is 0\.9: .*use engines that the run starts itself, which report",
         ):
             build_request(args, Sample(index=0, tokens=[5]), params, 8)
 
@@ -179,7 +180,7 @@ def test_engines_that_cannot_tell_refuse_what_a_function_cuts(tmp_path):
 )
 def test_every_parameter_that_bends_the_distribution_is_refused(tmp_path, name, value):
     args = make_args(tmp_path)
-    args.rollout_engine = "sglang"  # which does not tell what it keeps
+    args.rollout_external_engine_addrs = ["127.0.0.1:1"]  # which are not asked what they keep
     sample = Sample(index=0, tokens=[5, 6])
     with pytest.raises(ValueError, match=rf"sampling_params\['{name}'\]"):
         build_request(args, sample, {"temperature": 1.0, name: value}, 8)

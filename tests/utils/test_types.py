@@ -8,6 +8,7 @@ import torch
 
 from slime.utils.top_p import to_meta
 from slime.utils.types import RewardFailure, Sample, SpecInfo, flatten_samples, is_score
+from slime.wire.protocol import Generation
 
 
 def answer(finish="stop", version="r:1", **extra):
@@ -88,6 +89,24 @@ def test_top_p_spans_are_merged():
     assert sample.rollout_top_p_token_ids.tolist() == [1, 9, 2, 3]
     assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3, 3, 4]
     assert sample.rollout_top_p_token_ids.dtype == torch.int32  # a list of numbers takes nine times as much
+
+
+def test_sglangs_report_of_the_kept_ids_becomes_ours():
+    meta = {
+        "output_token_logprobs": [[-1.0, 7, None], [-2.0, 9, "x"]],  # over the whole vocabulary
+        "output_token_sampling_mask": [[7, 3], [9]],
+        "output_token_sampling_logprobs": [-0.4, 0.0],
+        "finish_reason": {"type": "stop", "matched": 9},
+        "weight_version": "run:1",
+    }
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(tokens=[7, 9], log_probs=[-1.0, -2.0], meta_info=meta)
+    assert sample.rollout_log_probs == [-0.4, 0.0]
+    assert sample.rollout_top_p_token_ids.tolist() == [7, 3, 9]
+    assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3]
+    made = Generation.from_json({"output_ids": [7, 9], "meta_info": meta})
+    assert made.log_probs == (-0.4, 0.0) and "output_token_sampling_mask" not in made.meta
+    assert made.meta["output_token_logprobs"] == [[-0.4, 7, None], [0.0, 9, "x"]]
 
 
 def test_top_p_spans_begin_behind_tokens_that_have_none():

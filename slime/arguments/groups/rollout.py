@@ -36,12 +36,8 @@ class RolloutFlags:
     )
     rollout_function_path: str = flag(DEFAULT_ROLLOUT_FUNCTION, "function that makes one rollout")
     rollout_temperature: float = flag(1.0, "sampling temperature, above 0")
-    rollout_top_p: float = flag(
-        1.0, "nucleus sampling; the trainer computes over it too (embedded engine)", gt=0, le=1
-    )
-    rollout_top_k: int = flag(
-        -1, "keep the k likeliest tokens, in the trainer too (embedded engine); -1: all", ge=-1
-    )
+    rollout_top_p: float = flag(1.0, "nucleus sampling; the trainer computes over it too", gt=0, le=1)
+    rollout_top_k: int = flag(-1, "keep the k likeliest tokens, in the trainer too; -1: all", ge=-1)
     allow_sampling_mismatch: bool = flag(
         False, "train on top-p or top-k samples with log-probs of the whole vocabulary"
     )

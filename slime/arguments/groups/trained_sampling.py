@@ -12,6 +12,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import option_of
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.engines import ENGINES
+from slime.utils import top_p
 
 # Parameters that change the distribution -> their neutral values.
 NEUTRAL: dict[str, float] = {
@@ -33,6 +34,13 @@ CONSTRAINTS = ("regex", "json_schema", "ebnf", "structural_tag", "logit_bias", "
 def engines_report_nucleus(args: Flags | Draft) -> bool:
     """Return whether the run's engines can report which ids they drew a token from."""
     return ENGINES[args.rollout_engine].dialect.reports_nucleus and not args.rollout_external_engine_addrs
+
+
+def asking_for_nucleus(args: Flags | Draft, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters with which the run's engine reports the ids that it keeps."""
+    most = ENGINES[args.rollout_engine].dialect.nucleus_top_k
+    limit = {"top_k": most} if most and (params.get("top_k") or -1) < 0 else {}
+    return {**params, **limit, "custom_params": {top_p.REQUEST_FIELD: True}}
 
 
 def restricts_nucleus(params: Mapping[str, Any], vocab_size: int | None = None) -> bool:
@@ -99,13 +107,12 @@ def trained_sampling(draft: Draft) -> None:
     """Apply the rule to --rollout-top-p and --rollout-top-k, once the engine is chosen."""
     if draft.allow_sampling_mismatch or draft.debug_train_only or draft.debug_rollout_only:
         return
-    silent = "external engines do" if draft.rollout_external_engine_addrs else f"{draft.rollout_engine} does"
     params = {"top_p": draft.rollout_top_p, "top_k": draft.rollout_top_k}
     why = refusal(
         params,
         spelling=lambda name: option_of(f"rollout_{name}"),
         nucleus_reported=engines_report_nucleus(draft),
-        fix=f"use --rollout-engine embedded, which reports them ({silent} not report them)",
+        fix="use engines that the run starts itself (slime does not ask external engines for them)",
     )
     if why is not None:
         raise ValueError(why)
@@ -122,4 +129,9 @@ def trained_sampling(draft: Draft) -> None:
         raise ValueError(
             f"{given} with --opd-type engine: a teacher's engine scores tokens over its whole vocabulary. "
             f"{_accept(name, 'use --opd-type trainer')}"
+        )
+    top_k = asking_for_nucleus(draft, params)["top_k"]
+    if top_k != draft.rollout_top_k:
+        draft.derive(
+            "rollout_top_k", top_k, "SGLang reports which ids --rollout-top-p kept only with a top-k"
         )

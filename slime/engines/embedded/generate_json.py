@@ -15,7 +15,7 @@ from slime.wire.protocol import SamplingParams, shown, wrong_token_id
 
 FIELDS = (
     *("input_ids", "text", "image_data", "sampling_params", "return_logprob", "logprob_start_len"),
-    *("stream", "rid", "top_logprobs_num"),
+    *("stream", "rid", "top_logprobs_num", "return_sampling_mask"),
 )
 MAX_SCORED_LOGITS = 1 << 30  # tokens x vocabulary of one scored input, which are in memory at once
 MAX_SEQUENCES = 4096  # prompts x n of one request

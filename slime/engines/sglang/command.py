@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.arguments import Args
+from slime.arguments.groups.trained_sampling import replays_nucleus
 from slime.catalog.vision import VISION_FAMILIES
 from slime.engines.engine_process import MEETING_POINT, Command
 from slime.engines.launch_plan import EngineSite
@@ -88,6 +89,8 @@ def run_environment(args: Args, site: EngineSite) -> dict[str, str]:
         # SGLang caches features of images by hash, and weight updates do not clear that cache: known images
         # would keep features of the old tower.
         found["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+    if replays_nucleus(args):
+        found["SGLANG_ENABLE_DISAGG_SAMPLING_MASK"] = "1"  # prefill servers report the first token's ids
     return found
 
 

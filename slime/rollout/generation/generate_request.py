@@ -5,7 +5,12 @@ import os
 from typing import Any
 
 from slime.arguments import PluginArgs
-from slime.arguments.groups.trained_sampling import engines_report_nucleus, replays_nucleus, restricts_nucleus
+from slime.arguments.groups.trained_sampling import (
+    asking_for_nucleus,
+    engines_report_nucleus,
+    replays_nucleus,
+    restricts_nucleus,
+)
 from slime.data.mix import mix64
 from slime.rollout.generation.policy_requests import check_sampling, is_trained
 from slime.rollout.generation.sample_images import encode_prompt_with_images, pictures_of, wire_form
@@ -23,7 +28,6 @@ from slime.wire.protocol import (
     wrong_token_id,
 )
 
-_ASKS_WHAT_IS_KEPT = {"custom_params": {top_p.REQUEST_FIELD: True}}
 _EVAL_PROMPTS = 16  # that travel as one request
 _LOG_PROB_SLACK = 0.01  # rounding of a certain token's 0
 
@@ -34,7 +38,7 @@ class PromptError(ValueError):
 
 def sampling_params_of(args: PluginArgs) -> dict[str, Any]:
     """Return the run's sampling parameters: a new dict at each call, which generate functions may change."""
-    return {
+    params = {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
         "top_k": args.rollout_top_k,
@@ -44,8 +48,9 @@ def sampling_params_of(args: PluginArgs) -> dict[str, Any]:
         "skip_special_tokens": args.rollout_skip_special_tokens,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
-        **(_ASKS_WHAT_IS_KEPT if replays_nucleus(args) and engines_report_nucleus(args) else {}),
     }
+    reported = replays_nucleus(args) and engines_report_nucleus(args)
+    return asking_for_nucleus(args, params) if reported else params
 
 
 def sampling_seed(args: PluginArgs, sample: Sample) -> int:
@@ -112,6 +117,7 @@ def check_response(args: PluginArgs, request: GenerateRequest, answer: Generatio
         found = top_p.from_meta(answer.meta)
         if found is None:
             wrong = "it does not report the ids that its tokens were drawn from, which the request asked for"
+            wrong += " (SGLang does from 0.5.23 on)"
         else:
             wrong = top_p.wrong_with(*found, answer.ids, args.vocab_size)
     if wrong:
@@ -160,7 +166,7 @@ def build_request(
         restricts_nucleus(sampling_params, args.vocab_size) or sample.rollout_top_p_token_offsets is not None
     )
     if can_report and is_restricted:
-        sampling_params = {**sampling_params, **_ASKS_WHAT_IS_KEPT}
+        sampling_params = asking_for_nucleus(args, sampling_params)
     check_sampling(args, sampling_params)
     params = {"sampling_seed": sampling_seed(args, sample), **sampling_params, "max_new_tokens": budget}
     if budget is not None and params.get("min_new_tokens"):

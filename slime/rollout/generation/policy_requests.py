@@ -82,7 +82,7 @@ def refusal_of(args: PluginArgs, params: Mapping[str, Any]) -> str | None:
         spelling=lambda name: f"sampling_params[{name!r}]",
         vocab_size=args.vocab_size,
         nucleus_reported=reported,
-        fix=ask if can_report else "use --rollout-engine embedded, which reports them",
+        fix=ask if can_report else "use engines that the run starts itself, which report them",
     )
 
 
@@ -166,7 +166,7 @@ class PolicyRequests:
             if scope is not None and meta.get("id") not in scope.rids:
                 number = meta.get("completion_tokens")
                 scope.note_tokens(number if isinstance(number, int) else 0)
-            self.got_nucleus |= bool(meta.get("top_p_token_ids"))
+            self.got_nucleus |= top_p.is_in(meta)
 
     def check_nucleus(self, sample: Sample) -> None:
         """Raise if a function got the ids that its tokens were drawn from and did not record them."""
