@@ -15,12 +15,12 @@ BUDGETS: dict[str, int] = {
     "arguments": 6322,
     "backends": 12869,
     "batch": 1026,
-    "catalog": 1800,
+    "catalog": 1802,
     "cli": 7652,
-    "cluster": 6894,
+    "cluster": 6881,
     "dashboard": 1720,
     "data": 1014,
-    "engines": 7053,
+    "engines": 7067,
     "liveness": 1214,
     "observability": 2376,
     "preflight": 2291,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2311,
 }
-STATEMENTS = 55_880
+STATEMENTS = 55_882
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

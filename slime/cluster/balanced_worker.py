@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from slime.arguments import RunInfo, plugin_args
-from slime.cluster.serving.served_model import Address, make_balancer
+from slime.engines.balancer import Address, make_balancer
 from slime.rollout.workers.worker import RolloutWorker, WorkerSettings
 from slime.utils.async_utils import run
 from slime.utils.machine.run_identity import LOOPBACK

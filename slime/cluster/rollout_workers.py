@@ -14,8 +14,7 @@ from typing import Any
 from slime.arguments import Args, RunInfo
 from slime.catalog.limits import limit
 from slime.cluster.balanced_worker import BalancedWorker, Rotations
-from slime.cluster.serving.served_model import Address
-from slime.engines.balancer import Balancer
+from slime.engines.balancer import Address, Balancer
 from slime.liveness import waits
 from slime.rollout.collection.collector import GroupFailed
 from slime.rollout.generation.policy_requests import is_trained

@@ -25,15 +25,20 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from slime.arguments import Args, PluginArgs
+from slime.catalog.deadlines import timeout_s
 from slime.engines.fleet import FleetServer
 from slime.engines.middleware import Middleware, RouterAnswer, RouterRequest, chain
 from slime.utils.async_utils import run
 from slime.utils.browser_guard import browser_guard, names_of_this_machine
 from slime.utils.http_utils import ANSWERED_BY, get_session, with_token
 from slime.utils.machine.open_files import raise_limit
+from slime.utils.misc import load_function
 from slime.wire.client import SESSION_HEADER
 
 logger = logging.getLogger(__name__)
+
+Address = tuple[str, int]  # host and port
 
 # Endpoints that are forwarded. Only owners may change an engine (pause, weights, memory, profiles).
 ENDPOINTS = frozenset(
@@ -367,3 +372,12 @@ def _json_object(body: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return payload if isinstance(payload, dict) else None
+
+
+def make_balancer(args: Args, seen: PluginArgs, urls: Sequence[str]) -> Balancer:
+    """Return slime's load balancer for these engines. `seen`: what middlewares get."""
+    return Balancer(
+        urls,
+        no_engine_timeout_s=timeout_s(args, "no-engine"),
+        middlewares=[load_function(path)(seen) for path in args.router_middleware_paths],
+    )

@@ -33,6 +33,10 @@ def plan_of(tmp_path, slot, run=None, **changes):
         "use_rollout_routing_replay": False,
         "rollout_quantization": "none",
         "freeze_vision_tower": False,
+        "rollout_top_p": 1.0,
+        "rollout_top_k": -1,
+        "allow_sampling_mismatch": False,
+        "loss_type": "policy_loss",
     }
     slots = slot if isinstance(slot, tuple) else (slot,)
     plans = plan_engines(SimpleNamespace(**{**base, **changes}), run or Run("id", tmp_path, "slime-x"), slots)

@@ -5,7 +5,6 @@ import re
 import pytest
 from docs_world import ROOT
 
-from slime.arguments.all_flags import all_specs
 from slime.catalog.backends import BACKENDS
 from slime.catalog.datasets import DATASET_FORMATS
 from slime.catalog.engines import ENGINES
@@ -86,7 +85,6 @@ MISSING = {
     "runs on AMD, Ascend or TPU shown": lambda: False,  # a matter of runs
     "QLoRA, adapters on a model in 4 bits": lambda: _names(r"(?i)qlora|['\"]nf4['\"]"),
     "INT4 training for INT4 engines (QAT)": lambda: _names(r"['\"]int4['\"]"),
-    "training in fp16": lambda: "float16" in (all_specs()["dtype"].info.choices or ()),
     "MXFP8 or NVFP4": lambda: _names(r"(?i)['\"](mxfp8|nvfp4)['\"]"),
     "draft models trained during the run": lambda: _names(r"(?i)(eagle3?|draft)_loss|train_draft"),
     "video and audio": lambda: not _names(r'kind in \("video", "audio"\)'),

@@ -47,8 +47,6 @@ def test_what_fsdp_cannot_do_for_a_family_of_its_own_is_refused_by_name(root):
     assert "is a gpt_oss" in told and "--pipeline-model-parallel-size" in told
     with pytest.raises(ValueError, match=r"--hidden-dropout 0.1 changes what is trained"):
         parse_args([*words, "--hidden-dropout", "0.1"])
-    with pytest.raises(ValueError, match="only --train-backend megatron reads it"):
-        parse_args([*words, "--use-rollout-routing-replay"])
     with pytest.raises(ValueError, match="a family that --train-backend megatron does not build"):
         parse_args([*words, "--train-backend", "megatron"])
 

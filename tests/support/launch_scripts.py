@@ -328,16 +328,11 @@ FSDP_SCRIPTS = {
 
 # Name -> (the script, the capability for which it is refused, and nothing else).
 REFUSED = {
-    "a truncated distribution": (job("qwen3", "--rollout-top-p 0.9"), "--rollout-top-p is 0.9: the engine"),
     "another optimizer": (job("qwen3", "--optimizer lion"), "--optimizer is 'lion': choose from"),
     "half precision": (job("qwen3", "--fp16"), "--fp16 cannot be given: --dtype decides it"),
     "dumps of another program": (
         job("qwen3", "--load-forge-rollout-data ROOT/a"),
         "--load-forge-rollout-data is a flag of slime's or Megatron's that this version does not build yet",
-    ),
-    "replayed experts of a family that FSDP trains": (
-        job("gpt_oss", "--use-rollout-routing-replay"),
-        "--use-rollout-routing-replay is set, but only --train-backend megatron reads it",
     ),
 }
 

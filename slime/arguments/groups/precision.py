@@ -33,9 +33,9 @@ def derive_precision(draft: Draft, count_gpus: Callable[[], int]) -> None:
 
 
 def _check_float16(draft: Draft) -> None:
-    if draft.train_backend != "fsdp":
+    if not BACKENDS[draft.train_backend].scales_loss:
         raise ValueError(
-            f"--dtype float16 with --train-backend {draft.train_backend}: only the FSDP trainer scales the "
+            f"--dtype float16 with --train-backend {draft.train_backend}: this trainer does not scale the "
             "loss, without which gradients in fp16 vanish; use --train-backend fsdp or --dtype bfloat16."
         )
     if draft.fp8_training:

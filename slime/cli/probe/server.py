@@ -50,7 +50,7 @@ class ProbedServer:
             if scores := _prompt_scores(choice, ids):
                 return scores
         raise ValueError(
-            f"{self.url} returns no log-probs of a prompt ({refused}): slime probe needs SGLang's /generate, "
+            f"{self.url} returns no log-probs of a prompt ({refused}): the probe needs SGLang's /generate, "
             "or /v1/completions with prompt_logprobs (vLLM) or with echo and logprobs."
         )
 

@@ -13,8 +13,8 @@ from slime.arguments import Args, RunInfo
 from slime.arguments.groups.topology import EVALUATION_ENGINES
 from slime.catalog.deadlines import timeout_s
 from slime.cluster.serving.engine_weights import EngineWeights
-from slime.cluster.serving.served_model import Address, ModelService, make_servers, ranks_on_engines
-from slime.engines.balancer import Balancer
+from slime.cluster.serving.served_model import ModelService, make_servers, ranks_on_engines
+from slime.engines.balancer import Address, Balancer
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.runtime.base import P, R, Runtime
 from slime.runtime.placement import Placement

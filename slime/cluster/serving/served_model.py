@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slime.arguments import Args, PluginArgs, RunInfo, plugin_args
+from slime.arguments import Args, RunInfo, plugin_args
 from slime.arguments.groups.topology import ServedModel
 from slime.arguments.passthrough.router_flags import need_router_python
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.engines import ENGINES
 from slime.catalog.limits import limit
 from slime.cluster.serving.engine_host import HostedEngine
-from slime.engines.balancer import Balancer
+from slime.engines.balancer import Address, Balancer, make_balancer
 from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.external import ExternalServer, discover, read_address
 from slime.engines.fleet import EngineFleet, FleetServer, Rotation, WatchPolicy
@@ -28,14 +28,11 @@ from slime.utils.async_utils import run
 from slime.utils.http_utils import token_of
 from slime.utils.machine.children import import_environment, thread_environment
 from slime.utils.machine.run_identity import LOOPBACK, Run
-from slime.utils.misc import load_function
 from slime.weight_sync.fp8 import served_config
 
 logger = logging.getLogger(__name__)
 
 _RESTART_WINDOW_S = 600.0  # --limits engine-restarts counts the deaths of this long
-
-Address = tuple[str, int]  # host and port
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +76,6 @@ def open_endpoint(
     seen = plugin_args(args, RunInfo(run_.run_id, str(run_.run_dir)))
     balancer = make_balancer(args, seen, [server.url for server in servers])
     return Endpoint(servers, run(balancer.start(port=port or 0)), balancer)
-
-
-def make_balancer(args: Args, seen: PluginArgs, urls: Sequence[str]) -> Balancer:
-    """Return slime's load balancer for these engines. `seen`: what middlewares get."""
-    return Balancer(
-        urls,
-        no_engine_timeout_s=timeout_s(args, "no-engine"),
-        middlewares=[load_function(path)(seen) for path in args.router_middleware_paths],
-    )
 
 
 def join_router(args: Args, servers: tuple[FleetServer, ...]) -> Endpoint:
