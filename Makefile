@@ -12,6 +12,7 @@ ROUTER_VENV := .venv-router
 BROWSER_VENV := .venv-browser
 # The parts of the long suites that `make ci` runs.
 MEGATRON_QUICK := $(addprefix tests/backends/megatron/test_megatron_,guards.py layouts.py hooks.py grouped_experts.py list_kernels.py)
+MEGATRON_QUICK += tests/docs/test_recipes.py
 SGLANG_QUICK := tests/contracts tests/engines/test_router_process.py tests/algorithms/test_logprob_kernels.py tests/weight_sync/test_fp8_kernel.py
 # Tests without a model, an engine or a training run.
 FAST := $(addprefix tests/,algorithms arguments batch data observability utils wire)

@@ -73,7 +73,7 @@ def test_at_the_least_scale_a_gradient_that_is_not_finite_is_an_error_of_the_ste
 def test_what_cannot_train_in_fp16_says_so():
     assert parse("--dtype", "float16").dtype == "float16"
     for words, message in (
-        (("--train-backend", "megatron"), "only the FSDP trainer scales the loss"),
+        (("--train-backend", "megatron"), "this trainer does not scale the loss"),
         (("--fp8-training",), "--dtype float16 with --fp8-training"),
     ):
         with pytest.raises(ValueError, match=message):
