@@ -13,7 +13,7 @@ BUDGETS: dict[str, int] = {
     "agent": 8386,
     "algorithms": 2002,
     "arguments": 6322,
-    "backends": 12869,
+    "backends": 12878,
     "batch": 1026,
     "catalog": 1802,
     "cli": 7652,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2311,
 }
-STATEMENTS = 55_882
+STATEMENTS = 55_888
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

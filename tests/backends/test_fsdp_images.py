@@ -124,6 +124,25 @@ def test_a_step_trains_both_towers_or_the_text_alone(model, tmp_path):
     assert (tmp_path / "saved" / "preprocessor_config.json").is_file()
 
 
+def test_adapters_train_the_text_alone_and_leave_merged(model, tmp_path):
+    backend = backend_of(trainer_args(model, lora_rank=4, lr=0.05, micro_batch_size=3))
+    before = {name: tensor.clone() for bucket in backend.export() for name, tensor in bucket}
+    tower = ("visual", "vision_model", "connector")
+    train(backend, backend.args, image_samples(model))
+    adapters = {name: tensor for bucket in backend.export_adapter() for name, tensor in bucket}
+    assert len(adapters) == 2 * 7 * backend.hf_config.get_text_config().num_hidden_layers
+    assert not any(part in name for name in adapters for part in tower)
+    after = {name: tensor for bucket in backend.export() for name, tensor in bucket}
+    assert after.keys() == before.keys()
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert len(changed) == len(adapters) // 2
+    backend.save_hf(tmp_path / "saved")
+    samples = [image_samples(model)[i] for i in (0, 2, 5)]
+    mbs = build_micro_batches(samples_to_batch(backend.args, samples), [[0, 1, 2]])
+    expected, _ = reference(tmp_path / "saved", samples)
+    assert worst(backend.log_probs(mbs).log_probs, expected) < 2e-5
+
+
 def test_weights_leave_under_the_names_of_the_hub(model):
     from safetensors import safe_open
 
@@ -135,17 +154,24 @@ def test_weights_leave_under_the_names_of_the_hub(model):
             assert torch.equal(file.get_tensor(name), sent[name])
 
 
+CASES = {
+    "both towers": ("qwen3_vl", {}),
+    "text": ("idefics3", dict(freeze_vision_tower=True)),
+    "adapters": ("qwen3_vl", dict(lora_rank=4)),
+}
+
+
 def step_results(rank, world_size, folder):
-    """Loss and weights after a step of SGD, for each family."""
+    """Loss and weights after a step of SGD, for each case."""
     results = {}
-    for family, frozen in (("qwen3_vl", False), ("idefics3", True)):
+    for case, (family, changes) in CASES.items():
         model = folder / family
-        args = trainer_args(model, optimizer="sgd", lr=0.2, micro_batch_size=2, freeze_vision_tower=frozen)
+        args = trainer_args(model, optimizer="sgd", lr=0.2, micro_batch_size=2, **changes)
         backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
         samples = image_samples(model, 2, (*SHOWN, ()))[1:]  # an odd number: a rank has an empty micro-batch
         data = split_for_ranks(args, samples_to_batch(args, samples), world_size)[rank]
         metrics = TrainingStep(backend, args, 0, data).run().summary
-        results[family, frozen] = (metrics["train/loss"], weights_of(backend))
+        results[case] = (metrics["train/loss"], weights_of(backend))
     return results
 
 
@@ -207,7 +233,6 @@ def test_tokens_and_images_that_do_not_belong_together_are_named(qwen):
             dict(tensor_model_parallel_size=2, actor_num_gpus_per_node=2, num_gpus_per_node=3),
             "--tensor-model",
         ),
-        (dict(lora_rank=4), "adapters are for models of text"),
         (dict(multimodal_keys='{"video": "clips"}'), "videos and sound are not trained"),
         (dict(multimodal_keys='{"image": 3}'), "give the column of images"),
     ],

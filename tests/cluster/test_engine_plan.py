@@ -29,6 +29,7 @@ def plan_of(tmp_path, slot, run=None, **changes):
         "seed": 7,
         "deterministic_mode": False,
         "offload_rollout": False,
+        "lora_rank": 0,
         "lora_sync": "merged",
         "use_rollout_routing_replay": False,
         "rollout_quantization": "none",
@@ -104,11 +105,11 @@ def test_a_token_of_the_environment_is_for_all_engines(tmp_path, monkeypatch):
     assert http_utils.token_of("http://127.0.0.1:2/") is None
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [{}, {"freeze_vision_tower": True}, {"lora_rank": 8}])
 def test_a_server_forgets_features_of_images_where_the_tower_is_trained(tmp_path, frozen):
     model = make_vision_folder(tmp_path / "vlm", "qwen3_vl")
     topology = plain_topology(str(model), 1, 1)
-    words, env = words_of(tmp_path, Slot(0, (0,)), engine_topology=topology, freeze_vision_tower=frozen)
+    words, env = words_of(tmp_path, Slot(0, (0,)), engine_topology=topology, **frozen)
     assert env.get("SGLANG_VLM_CACHE_SIZE_MB") == (None if frozen else "0")
     assert words[words.index("--image-processor-backend") + 1] in ("pil", "torchvision")
     words, env = words_of(tmp_path, Slot(0, (0,)))

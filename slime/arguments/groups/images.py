@@ -51,7 +51,6 @@ def _check_trainer(draft: Draft, what: str) -> None:
     for name, plain, why in (
         ("tensor_model_parallel_size", 1, "its matrices are not sharded with the tower"),
         ("context_parallel_size", 1, "images must be on one rank with all tokens of their sample"),
-        ("lora_rank", 0, "adapters are for models of text"),
     ):
         if (value := getattr(draft, name)) != plain:
             raise ValueError(f"{what} with {option_of(name)} {value}: {why}; use {option_of(name)} {plain}.")

@@ -1,5 +1,6 @@
 """Low-rank adapters through peft: added before sharding, exported merged into the weights or alone."""
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from slime.arguments import Args
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.model import gather_full
+from slime.backends.fsdp.vision import tower_prefixes
 from slime.backends.shared.adapters import ALL_LINEAR, NAME, first_factor, saved_name
 
 # A layer with an adapter keeps its own weight under this name.
@@ -27,7 +29,7 @@ def hub_name(name: str) -> str:
 def add_adapters(args: Args, lm: HFModel) -> None:
     """Freeze the model, except for parameters that already have values such as a new head, and add adapters.
 
-    Every rank has the same, and the model starts as it was.
+    Every rank has the same, and the model starts as it was. A vision tower is frozen and gets no adapters.
     """
     if not args.lora_rank:
         return
@@ -42,6 +44,7 @@ def add_adapters(args: Args, lm: HFModel) -> None:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules="all-linear" if targets == ALL_LINEAR else targets,
+        exclude_modules=_tower_modules(lm),
         task_type="CAUSAL_LM",
     )
     inject_adapter_in_model(config, lm, adapter_name=NAME)
@@ -61,6 +64,12 @@ def add_adapters(args: Args, lm: HFModel) -> None:
             drawn = factor == "lora_A"
             first = first_factor(layer, (rows, columns), args.seed) if drawn else torch.zeros(rows, columns)
             module.weight = nn.Parameter(first)
+
+
+def _tower_modules(lm: HFModel) -> str | None:
+    """Return a pattern of the modules of the vision tower; None: the model reads text only."""
+    prefixes = tower_prefixes(lm.config)
+    return f"({'|'.join(map(re.escape, prefixes))}).*" if prefixes else None
 
 
 def merged(lm: HFModel, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

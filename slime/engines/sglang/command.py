@@ -85,7 +85,7 @@ def run_command(args: Args, site: EngineSite) -> Command:
 def run_environment(args: Args, site: EngineSite) -> dict[str, str]:
     """Return variables of a server's process."""
     found = {"SGLANG_HOST_IP": site.host} if site.place.num_nodes > 1 else {}
-    if site.update_weights and not args.freeze_vision_tower and _sees(site):
+    if site.update_weights and not (args.freeze_vision_tower or args.lora_rank) and _sees(site):
         # SGLang caches features of images by hash, and weight updates do not clear that cache: known images
         # would keep features of the old tower.
         found["SGLANG_VLM_CACHE_SIZE_MB"] = "0"

@@ -10,6 +10,7 @@ from trainer_helpers import backend_of, init_process_group, trainer_args
 
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
+from slime.engines.embedded.adapter import scale_of
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.generate_json import BadRequest, RequestLimits, RequestReader, answer_json
 from slime.engines.embedded.request_images import ImageReader
@@ -111,6 +112,26 @@ def test_log_probs_are_the_trainers_also_after_a_push_to_both_towers(model):
         assert worst(trainer_log_probs(backend, encoder, sequences, PROMPTS), sequences) < 1e-4
         # Four distinct pictures, each through the tower once for each set of weights.
         assert engine.runner.features.num_computed == 4 * (version + 1)
+
+
+def test_log_probs_are_the_trainers_after_a_push_of_adapters(model):
+    init_process_group()
+    backend = backend_of(trainer_args(model, lora_rank=4))
+    engine, reader, encoder = make_engine(model)
+    with torch.no_grad():
+        for name, parameter in backend.model.lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    for number in (1, 2):
+        sent = {name: tensor.clone() for bucket in backend.export_adapter() for name, tensor in bucket}
+        if number == 1:
+            engine.update_adapter(GroupSource(sent), scale_of(backend.adapter_config()), "policy", "run:1")
+        else:
+            sent = {name: tensor.clone() for bucket in backend.export() for name, tensor in bucket}
+            engine.update_weights(GroupSource(sent), "run:2")
+        sequences = [s for n, seeds in enumerate(PROMPTS) for s in reader.read(body(encoder, seeds, n))[0]]
+        run_all(engine, sequences)
+        assert worst(trainer_log_probs(backend, encoder, sequences, PROMPTS), sequences) < 1e-4
 
 
 def test_chunks_that_cut_images_and_retractions_change_nothing(model):
