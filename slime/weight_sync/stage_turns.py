@@ -62,7 +62,9 @@ class StageTurns:
             self._sender.open(version, targets)
             self._send_stage(self._sender, buckets, all(target.parallel_updates for target in targets))
             mine = self._sender.finish()
-        reports = [self._share_report(mine, stage) for stage in range(self._num_stages)]
+        # The report of a single stage stays with the rank that sends.
+        shared = range(self._num_stages) if mine is not None or self._everyone is not None else ()
+        reports = [self._share_report(mine, stage) for stage in shared]
         if self._sender is None:
             return None
         return LiveReport(

@@ -132,6 +132,12 @@ class OneStage:
         return [dataclasses.asdict(report)]
 
 
+def test_a_rank_of_a_single_stage_that_sends_nothing_gathers_all_of_it_and_has_no_report():
+    gathered = []
+    assert StageTurns(0, 1, None).send("run:1", (), (gathered.append(i) or [] for i in range(3))) is None
+    assert gathered == [0, 1, 2]
+
+
 def test_a_broken_broadcast_names_who_failed_and_who_has_not_answered(monkeypatch):
     """Whoever has not answered may be the one that broke it, however long the message waits for answers."""
     left, sender = asyncio.Event(), OneStage().sender
