@@ -7,13 +7,14 @@ log-probs.
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from devices import DEVICE
 from tiny_model import make_tiny_model
 from trainer_helpers import init_process_group, meeting_point, random_samples, trainer_args
 
+from slime.algorithms.model_parts import routers
 from slime.backends.fsdp import create_backend
-from slime.backends.fsdp.expert_watch import routers
 from slime.backends.shared.microbatch import build_micro_batches
 from slime.batch.convert import samples_to_batch
 from slime.batch.split import split_for_ranks
@@ -116,6 +117,18 @@ def log_probs(args, samples):
     return backend.log_probs(mbs).log_probs
 
 
+def part_of_each_sample(rank, address, folder, expected):
+    """One of two ranks that share the tokens of each sample."""
+    torch.set_num_threads(1)
+    init_process_group(rank, 2, address)
+    samples, _ = routed(folder)
+    args = settings(folder, context_parallel_size=2, **REPLAY)
+    backend = create_backend(args, rank=rank, world_size=2, device=DEVICE)
+    mbs = build_micro_batches(samples_to_batch(args, samples), [[0, 1, 2], [3]], replay=True)
+    assert difference(backend.log_probs(mbs).log_probs, expected) < 1e-5
+    torch.distributed.destroy_process_group()
+
+
 def difference(found, expected):
     return max(float((a.cpu() - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
@@ -124,6 +137,12 @@ def test_log_probs_are_those_of_the_engine_with_replay_alone(family):
     samples, expected = routed(family)
     assert difference(log_probs(settings(family, **REPLAY), samples), expected) < 1e-5
     assert difference(log_probs(settings(family), samples), expected) > 1e-2
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_sample_replay_its_experts(family):
+    _, expected = routed(family)
+    mp.spawn(part_of_each_sample, args=(meeting_point(), family, expected), nprocs=2, join=True)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A mixture of experts on real SGLang, whose choices the Megatron trainer repeats."""
+"""A mixture of experts on an engine, whose choices the trainer repeats."""
 
 import pytest
 import torch
@@ -7,8 +7,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from slime.arguments.passthrough.sglang_flags import find_python
 from slime.rollout.dumps import load_rollout_dump
-
-pytestmark = [pytest.mark.sglang, pytest.mark.megatron]
 
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
 
@@ -26,24 +24,27 @@ def make_mixture(folder):
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-def test_experts_chosen_by_sglang_are_recorded_and_replayed(tmp_path):
+@pytest.mark.sglang
+@pytest.mark.megatron
+def test_experts_chosen_by_sglang_are_recorded_and_replayed_by_megatron(tmp_path):
     pytest.importorskip("megatron.core")
     if find_python(None) is None:
         pytest.skip("there is no SGLang: `make sglang-env`")
+    timeouts = "engine-start=900"
+    check_a_run(tmp_path, rollout_engine="sglang", train_backend="megatron", timeouts=timeouts)
+
+
+@pytest.mark.slow
+def test_experts_chosen_by_the_embedded_engine_are_recorded_and_replayed_by_fsdp(tmp_path):
+    check_a_run(tmp_path, rollout_engine="embedded", train_backend="fsdp")
+
+
+def check_a_run(tmp_path, **settings):
     world = make_world(tmp_path / "world")
     make_mixture(world / "model")
     dump = str(tmp_path / "rollout_{rollout_id}.pt")
-    run_train(
-        world,
-        "run",
-        timeout=1200,
-        num_rollout=2,
-        rollout_engine="sglang",
-        timeouts="engine-start=900",
-        train_backend="megatron",
-        use_rollout_routing_replay=True,
-        save_debug_rollout_data=dump,
-    )
+    replay = dict(use_rollout_routing_replay=True, save_debug_rollout_data=dump)
+    run_train(world, "run", timeout=1200, num_rollout=2, **replay, **settings)
     for sample in load_rollout_dump(dump, 0):
         found = torch.tensor(sample.rollout_routed_experts)
         assert found.shape == (len(sample.tokens) - 1, LAYERS, CHOSEN)

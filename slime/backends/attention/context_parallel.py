@@ -162,14 +162,20 @@ class StreamShare(Share):
         lengths = tuple(-(-length // multiple) * multiple for length in mb.documents.lengths)
         stream = PaddedStream.of(mb, lengths, size, rank, after_token=after_token)
         assert stream.tree is not None and stream.local is not None, "there are several ranks"
+        copies, experts = torch.isin(stream.local, stream.real), mb.routed_experts
+        if experts is not None:
+            padded = experts.new_full((sum(lengths), *experts.shape[1:]), -1)
+            padded[stream.real] = experts
+            experts = padded[stream.local]
         return cls(
             input_ids=stream.input_ids,
             position_ids=stream.position_ids,
             documents=SpreadTree(stream.tree, group),
             rows=stream.rows,
             places=stream.places,
-            copies=torch.isin(stream.local, stream.real),
+            copies=copies,
             nucleus=stream.nucleus,
             group=group,
             count=len(mb.targets),
+            experts=experts,
         )

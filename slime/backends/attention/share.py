@@ -25,6 +25,7 @@ class Share:
     which: Tensor | None = None  # [R] for each response token which row predicts it, if prefixes are shared
     group: dist.ProcessGroup | None = None  # ranks over which the stream is split; None: not split
     count: int = 0  # response tokens on all ranks of the group
+    experts: Tensor | None = None  # [T, layers, top k] choices to replay on this rank's part of the stream
 
     @property
     def is_whole(self) -> bool:

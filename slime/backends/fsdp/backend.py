@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime.algorithms.expert_balance import load_metrics
+from slime.algorithms.model_parts import decoder_layers
 from slime.arguments import Args
 from slime.backends.attention.context_parallel import StreamShare
 from slime.backends.attention.share import Share
@@ -40,7 +41,7 @@ from slime.backends.fsdp import (
 )
 from slime.backends.fsdp.expert_replay import ExpertReplay
 from slime.backends.fsdp.expert_watch import ExpertWatch
-from slime.backends.fsdp.layer_execution import decoder_layers, prepare_layers, require_input_gradient
+from slime.backends.fsdp.layer_execution import prepare_layers, require_input_gradient
 from slime.backends.fsdp.loss_scale import LossScale
 from slime.backends.fsdp.mesh import Mesh
 from slime.backends.fsdp.model import PackedCausalLM, WholeMatrix, gather_full, reshard, shard
@@ -96,7 +97,7 @@ class FSDPBackend(TrainBackend):
         lora.add_adapters(args, self.model.lm)
         self._set_costs(self.hf_config, self.model.lm.parameters())
         follows = args.use_rollout_routing_replay and role == LIVE
-        self.replay = ExpertReplay(self.model.lm, args.context_parallel_size) if follows else None
+        self.replay = ExpertReplay(self.model.lm) if follows else None
         self.experts = ExpertWatch(self.model.lm)
         if args.share_prefix and not families.can_share_prefixes(self.model.lm):
             # Micro-batches, sized for shared prompts, would be too large.
@@ -287,7 +288,8 @@ class FSDPBackend(TrainBackend):
         """`live`: with the weights that are trained or were, which follow the engine's experts."""
         model = model or self.model
         if self.replay is not None:
-            self.replay.follow(mb if live else None)
+            chosen = mb.routed_experts if share is None else share.experts
+            self.replay.follow(chosen if live else None)
         if isinstance(model, PackedScalarLM):
             return TokenOutputs.of_scalar_head(model(mb, share)[0])
         log_probs, entropies, full, extra = model(

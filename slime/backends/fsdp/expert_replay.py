@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from slime.algorithms.model_parts import decoder_layers, routers
 from slime.backends.base import MicroBatch
-from slime.backends.fsdp.expert_watch import routers
 from slime.backends.fsdp.families import needs_whole_documents
-from slime.backends.fsdp.layer_execution import HFModel, decoder_layers
+from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.shared.microbatch import check_routed_experts
 
 _FLAG = "--use-rollout-routing-replay"
@@ -23,18 +23,17 @@ _FLAG = "--use-rollout-routing-replay"
 class ExpertReplay:
     """Holds the choices of the current pass, which layers also need when they are recomputed."""
 
-    def __init__(self, lm: HFModel, context_parallel_size: int) -> None:
-        self._chosen: Tensor | None = None  # [T, layers, topk], -1: the router chooses
+    def __init__(self, lm: HFModel) -> None:
+        self._chosen: Tensor | None = None
         layers = decoder_layers(lm)
         found = [(number, router) for number, layer in enumerate(layers) for router in routers(layer)]
         kind = lm.config.model_type
         if not found:
             raise ValueError(f"{_FLAG}: {kind} has no routers of experts that can be replayed; remove it.")
-        if context_parallel_size > 1 or needs_whole_documents(lm):
+        if needs_whole_documents(lm):
             raise ValueError(
-                f"{_FLAG}: the FSDP trainer replays experts where a rank computes the packed tokens of whole "
-                f"samples, which {kind} with --context-parallel-size {context_parallel_size} does not do; "
-                "use --train-backend megatron."
+                f"{_FLAG}: the FSDP trainer replays experts where it packs samples, and it computes each "
+                f"sample of {kind} alone; use --train-backend megatron."
             )
         self._expected = (len(layers), found[0][1].top_k, found[0][1].num_experts)
         for number, router in found:
@@ -43,9 +42,9 @@ class ExpertReplay:
     def check(self, mb: MicroBatch) -> None:
         check_routed_experts(mb, *self._expected)
 
-    def follow(self, mb: MicroBatch | None) -> None:
-        """Replay the choices of this micro-batch in the next pass; None: the routers choose."""
-        self._chosen = None if mb is None else mb.routed_experts
+    def follow(self, chosen: Tensor | None) -> None:
+        """Replay these choices [T, layers, top k] in the next pass; None, or -1: the router chooses."""
+        self._chosen = chosen
 
     def _replaying(self, number: int, plain: Any) -> Any:
         def forward(router: nn.Module, *inputs: Any) -> Any:

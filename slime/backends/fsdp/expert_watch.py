@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from slime.algorithms.model_parts import routers
 from slime.backends.base import MicroBatch
 from slime.backends.fsdp.layer_execution import HFModel
 
@@ -52,8 +53,3 @@ class ExpertWatch:
         counts = torch.stack([self._counts[index] for index in sorted(self._counts)])
         self._counts = {}
         return counts
-
-
-def routers(part: nn.Module) -> list[Any]:
-    names = ("top_k", "num_experts", "weight")
-    return [module for module in part.modules() if all(hasattr(module, name) for name in names)]

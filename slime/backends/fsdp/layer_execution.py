@@ -35,12 +35,6 @@ _RECOMPILE_LIMIT = 64
 _WIDE = 2048
 
 
-def decoder_layers(lm: HFModel) -> list[nn.Module]:
-    """Return the layers: the smallest parts of a model that transformers keeps together."""
-    names = set(lm._no_split_modules or ())
-    return [module for module in lm.modules() if type(module).__name__ in names]
-
-
 def prepare_layers(layers: list[nn.Module], config: Any, *, checkpointing: str, compiled: bool) -> None:
     """Replace each layer's forward; layers of one class share one function, so that it is compiled once."""
     if checkpointing == "none" and not compiled:

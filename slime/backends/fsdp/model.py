@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from slime.algorithms.distillation import full_reverse_kl, log_probs_of
 from slime.algorithms.logprobs import chunked_log_probs
+from slime.algorithms.model_parts import decoder_layers
 from slime.backends.attention.share import Share
 from slime.backends.base import HeadFunction, MicroBatch
 from slime.backends.fsdp import families
-from slime.backends.fsdp.layer_execution import HFModel, decoder_layers
+from slime.backends.fsdp.layer_execution import HFModel
 
 
 def run_decoder(lm: HFModel, mb: MicroBatch, share: Share | None) -> Tensor:

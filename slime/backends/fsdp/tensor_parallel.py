@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from slime.algorithms.model_parts import routers
 from slime.backends.fsdp.expert_parallel import is_experts, share_out
-from slime.backends.fsdp.expert_watch import routers
 from slime.backends.fsdp.families import has_experts
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import NAME as ADAPTER

@@ -43,6 +43,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--await-weights", action="store_true", help="respond 503 to /generate until weights arrive")
     fp8_help = "rows and columns: weights arrive as FP8 in such blocks"
     add("--fp8-block", type=int, nargs=2, help=fp8_help)
+    experts_help = "responses can say which experts each token was sent to"
+    add("--enable-return-routed-experts", action="store_true", help=experts_help)
     add("--weight-version", default="default")
     add("--log-level", default="info")
     return parser.parse_args(argv)
@@ -87,6 +89,7 @@ def _make_server(args: argparse.Namespace) -> "Server":
         max_running=args.max_running_requests,
         max_total_tokens=args.max_total_tokens,
         fp8_block=tuple(args.fp8_block) if args.fp8_block else None,
+        records_experts=args.enable_return_routed_experts,
     )
     engine = Engine(
         runner,

@@ -28,6 +28,7 @@ def run_command(args: Args, site: EngineSite) -> Command:
         await_weights=site.update_weights and not args.debug_rollout_only,
         fp8_block=site.quantization["weight_block_size"] if site.quantization else None,
         host=site.host,
+        returns_experts=args.use_rollout_routing_replay,
     )
 
 
@@ -55,6 +56,7 @@ def embedded_command(
     seed: int = 0,
     fp8_block: Sequence[int] | None = None,
     host: str = "127.0.0.1",
+    returns_experts: bool = False,
 ) -> Command:
     """Return an engine's command: it gets the port to bind (0: any), a ready file and the life pipe's fd."""
 
@@ -76,6 +78,7 @@ def embedded_command(
         words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
         words += ["--fp8-block", *map(str, fp8_block)] if fp8_block else []
         words += ["--await-weights"] if await_weights else []
+        words += ["--enable-return-routed-experts"] if returns_experts else []
         return [sys.executable, "-P", "-m", "slime.engines.embedded", *words]
 
     return command

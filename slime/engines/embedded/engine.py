@@ -159,9 +159,10 @@ class Engine:
     def _settle(self, sequences: list[Sequence]) -> list[Sequence]:
         heard = []
         for sequence in sequences:
-            sequence.finish = self._finish_reason(sequence)
-            if sequence.finish is not None:
-                self.scheduler.release(sequence)
+            finish = self._finish_reason(sequence)
+            if finish is not None:
+                self._release(sequence)
+            sequence.finish = finish  # last: readers on other threads count on it
             if sequence.finish is not None or sequence.has_event:
                 heard.append(sequence)
         if any(
@@ -238,8 +239,15 @@ class Engine:
         if sequence.scored:
             self.scoring.remove(sequence)
         else:
-            self.scheduler.release(sequence)
+            self._release(sequence)
         sequence.finish = dict(ABORTED)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.return_experts and self.runner.experts is not None:
+            known, size = sequence.num_computed, self.allocator.block_size
+            count = sequence.num_tokens - 1
+            sequence.experts = self.runner.experts.of(sequence.blocks, size, known, count)
+        self.scheduler.release(sequence)
 
     def pause(self, mode: PauseMode) -> list[Sequence]:
         self.paused = mode

@@ -11,11 +11,12 @@ from slime.engines.embedded.request_images import ImagePrompt, ImageReader
 from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.utils import top_p
+from slime.utils.misc import encode_int32_meta_array
 from slime.wire.protocol import SamplingParams, shown, wrong_token_id
 
 FIELDS = (
     *("input_ids", "text", "image_data", "sampling_params", "return_logprob", "logprob_start_len"),
-    *("stream", "rid", "top_logprobs_num", "return_sampling_mask"),
+    *("stream", "rid", "top_logprobs_num", "return_sampling_mask", "return_routed_experts"),
 )
 MAX_SCORED_LOGITS = 1 << 30  # tokens x vocabulary of one scored input, which are in memory at once
 MAX_SEQUENCES = 4096  # prompts x n of one request
@@ -55,6 +56,7 @@ class RequestLimits:
     context_len: int
     max_tokens: int  # of one request, prompt and output; less than the context when the KV pool is small
     eos_token_ids: frozenset[int]
+    records_experts: bool = False
 
 
 class RequestReader:
@@ -79,6 +81,9 @@ class RequestReader:
         stream, return_logprob = read_flag(body, "stream"), read_flag(body, "return_logprob")
         if stream and any(sampling.n > 1 for sampling in read):
             raise BadRequest("stream is true: it requires n = 1")
+        return_experts = read_flag(body, "return_routed_experts")
+        if return_experts and not self.limits.records_experts:
+            raise BadRequest("return_routed_experts: start the engine with --enable-return-routed-experts")
         scored = _wants_score(body)
         num_top = self._num_top(body, scored)
         sequences = []
@@ -102,6 +107,7 @@ class RequestReader:
                     stop_ids=self._stop_ids(sampling),
                     return_logprob=return_logprob,
                     stream=stream,
+                    return_experts=return_experts,
                     scored=scored,
                     num_top=num_top,
                     pictures=prompt if prompt.images else None,
@@ -300,6 +306,8 @@ def answer_json(sequence: Sequence, detokenizer: Detokenizer) -> dict[str, Any]:
         meta["output_token_logprobs_length"] = count
     if sequence.sampling.return_top_p_token_ids:
         meta |= top_p.to_meta(sequence.kept_ids[:count])
+    if sequence.experts is not None:
+        meta["routed_experts"] = encode_int32_meta_array(sequence.experts)
     if finish is not None:
         meta["weight_versions"] = sequence.spans(count)
     return {

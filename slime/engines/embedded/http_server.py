@@ -69,7 +69,9 @@ class Server:
         eos = runner.eos_token_ids
         if engine.detokenizer.eos_token_id is not None:
             eos |= {engine.detokenizer.eos_token_id}
-        limits = RequestLimits(runner.vocab_size, runner.context_len, engine.max_tokens, eos)
+        limits = RequestLimits(
+            runner.vocab_size, runner.context_len, engine.max_tokens, eos, runner.experts is not None
+        )
         processor = load_processor(self.model_path) if runner.vision is not None else None
         images = None if processor is None else ImageReader(encoder_of(processor), runner.model.config)
         self.reader = RequestReader(limits, engine.detokenizer, seed, images)

@@ -9,6 +9,7 @@ import torch
 from slime.algorithms.vision.towers import attention_by_tower, family_of, run_text
 from slime.engines.embedded import attention
 from slime.engines.embedded.attention import BatchPlan, KVPool, PrefillGroup, ShapeProbe
+from slime.engines.embedded.expert_record import ExpertRecord
 from slime.engines.embedded.graphs import DecodeGraphs, decides_on_host
 from slime.engines.embedded.norms import fuse_norms
 from slime.engines.embedded.packed_matrices import PackedMatrices
@@ -33,6 +34,7 @@ class ModelRunner:
 
     `max_total_tokens` None: derived from the free memory, and at most what all requests could need.
     `fp8_block`: block size of FP8 weights in updates; None: as in the checkpoint.
+    `records_experts`: responses can say which experts each token was sent to.
     `paged`: decoding reads keys in place, in recorded passes; None: on GPUs, if the model allows it.
     """
 
@@ -46,6 +48,7 @@ class ModelRunner:
         max_total_tokens: int | None,
         fp8_block: tuple[int, int] | None = None,
         paged: bool | None = None,
+        records_experts: bool = False,
     ) -> None:
         from transformers import (  # late: takes seconds to import
             AutoConfig,
@@ -85,6 +88,7 @@ class ModelRunner:
         if kinds or stateful or not self.model._supports_attention_backend:
             what = f"has {', '.join(kinds)} layers and " if kinds else ""
             raise ValueError(f"{type(self.model).__name__} {what}{NEEDS_OTHER}")
+        self.experts = ExpertRecord(self.model) if records_experts else None
         self.features = FeatureCache(self.model, self.device)
         self.hub_names = frozenset(files_by_tensor(folder_of(model_path)))
         self.vocab_size: int = self.config.vocab_size
@@ -157,11 +161,15 @@ class ModelRunner:
     def restore_pool(self) -> None:
         # one more than can be allocated: block 0 is padding
         self.pool = KVPool(self.kv_shapes, self.num_blocks + 1, self.block_size, self.dtype, self.device)
+        if self.experts is not None:
+            self.experts.allocate((self.num_blocks + 1) * self.block_size, self.device)
 
     @torch.inference_mode()
     def forward(self, plan: BatchPlan) -> torch.Tensor:
         """Return logits `[N, vocab]` of the rows in the plan; keys and values are stored in the pool."""
         self.num_forward_passes += 1
+        if self.experts is not None:
+            self.experts.follow(plan.write_rows)
         if self.vision is not None:
             return self._forward_with_images(plan)
         if self._can_record and plan.only_decodes:

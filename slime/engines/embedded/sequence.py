@@ -22,6 +22,7 @@ class Sequence:
     stop_ids: frozenset[int]
     return_logprob: bool = True
     stream: bool = False
+    return_experts: bool = False
     scored: bool = False  # only the input's log-probs are requested, no tokens
     num_top: int = 0  # of a scored input: the number of most likely ids to report for each token
     created: float = field(default_factory=time.time)
@@ -36,6 +37,7 @@ class Sequence:
     input_log_probs: list[float | None] = field(default_factory=list)
     # Most likely ids of each token but the first, with their log-probs.
     input_top: list[list[tuple[float, int]]] = field(default_factory=list)
+    experts: np.ndarray | None = None  # [tokens - 1, layers, top k], if requested
     finish: dict[str, Any] | None = None  # SGLang's finish_reason; None while it runs
     versions: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output token)
     cached_tokens: int = 0
