@@ -20,7 +20,7 @@ BUDGETS: dict[str, int] = {
     "cluster": 6881,
     "dashboard": 1720,
     "data": 1014,
-    "engines": 7157,
+    "engines": 7175,
     "liveness": 1214,
     "observability": 2376,
     "preflight": 2291,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2311,
 }
-STATEMENTS = 55_968
+STATEMENTS = 55_980
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

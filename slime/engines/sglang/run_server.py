@@ -5,13 +5,14 @@ SGLang spawns its workers, and a spawned process loads the main module again. No
 is replaced.
 """
 
+import argparse
 import functools
 import itertools
 import json
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
@@ -110,15 +111,10 @@ if __name__ in ("__main__", "__mp_main__") and "cpu" in _values(sys.argv, "--dev
 
 def print_flags() -> None:
     """Print the installed server's flags as JSON: {"version", "flags": [{options, dest, nargs, ...}]}."""
-    import argparse
-
     import sglang
-    from sglang.srt.server_args import ServerArgs
 
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
     flags = []
-    for action in parser._actions:
+    for action in server_parser()._actions:
         if isinstance(action, argparse._HelpAction):
             continue
         flag = {
@@ -143,13 +139,35 @@ def token_words() -> list[str]:
     return ["--api-key", token] if token else []
 
 
+def known_words(words: list[str], options: Collection[str]) -> list[str]:
+    """Return arguments for a release that has these options; older ones choose the image processor by a
+    switch.
+    """
+    choice = "--image-processor-backend"
+    if choice not in words or choice in options:
+        return words
+    at = words.index(choice)
+    switch = ["--disable-fast-image-processor"] if words[at + 1] == "pil" else []
+    return words[:at] + switch + words[at + 2 :]
+
+
+def server_parser() -> argparse.ArgumentParser:
+    """Return a parser with the installed server's flags."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
 def serve() -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(prepare_server_args(sys.argv[1:] + token_words()))
+        words = known_words(sys.argv[1:], server_parser()._option_string_actions)
+        run_server(prepare_server_args(words + token_words()))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
