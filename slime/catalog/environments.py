@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 _ADAPTERS = "slime.agent.environments"
 SOURCE = "env:"  # prefix of a choice that is given in place of a prompt file
+OPENENV = "openenv"  # the family whose tasks are addresses
 OWN = "own"  # the family of `module:Class` and `path/to/file.py:Class`
 HELD_OUT, TRAINING = "heldout", "train"
 
@@ -46,6 +47,12 @@ ENVIRONMENTS: dict[str, EnvironmentFamily] = {
         "verifiers",
         plays_itself=True,
     ),
+    OPENENV: EnvironmentFamily(
+        f"{_ADAPTERS}.openenv",
+        "servers of OpenEnv, by address or image of a container: openenv:http://127.0.0.1:8000",
+        "openenv",
+        "openenv",
+    ),
     OWN: EnvironmentFamily(
         f"{_ADAPTERS}.own", "a class of yours: my_package.envs:Maze or path/to/file.py:Maze"
     ),
@@ -67,7 +74,9 @@ class Choice:
 
     @property
     def short(self) -> str:
-        """Return the name in metrics: that of the task, or of the class."""
+        """Return the name in metrics: that of the task, of the class, or of the server."""
+        if self.family == OPENENV:
+            return self.task.rstrip("/").rpartition("/")[2]
         return self.task.rpartition(":")[2] if self.family == OWN else self.task
 
 

@@ -1,9 +1,11 @@
 """Gymnasium: observations as text, actions read from text.
 
 Observations of a Text space are used as they are, others are written as Python prints them (arrays as lists),
-with the possible actions. The action is, for a Discrete space, the last whole number in the response or one
-of the names in the option `actions`; for a Text space the response; for a Box its last numbers. A response
-without an action gets an error message and `invalid_reward` (-0.1). `prompt` precedes the first observation.
+with the possible actions. With the option `render_mode` "ansi" the policy reads what the environment draws as
+text instead, and with "rgb_array" it sees the picture. The action is, for a Discrete space, the last whole
+number in the response or one of the names in the option `actions`; for a Text space the response; for a Box
+its last numbers. A response without an action gets an error message and `invalid_reward` (-0.1). `prompt`
+precedes the first observation.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class TextGymnasium:
 
     def reset(self, item: Item) -> Observation:
         observation, _ = self._env.reset(seed=item.seed)
-        parts = [self._prompt, self._describe_actions(), self._written(observation)]
-        return Observation("\n".join(part for part in parts if part))
+        seen = self._seen(observation)
+        parts = [self._prompt, self._describe_actions(), seen.text]
+        return Observation("\n".join(part for part in parts if part), seen.images)
 
     def step(self, action: str) -> StepResult:
         chosen = self._read(action)
@@ -43,20 +46,23 @@ class TextGymnasium:
             said = f"No action was found in your response. {self._describe_actions()}".strip()
             return StepResult(Observation(said), reward=self._invalid_reward, tool_errors=1)
         observation, reward, terminated, truncated, _ = self._env.step(chosen)
-        text = None if terminated or truncated else Observation(self._written(observation))
-        return StepResult(text, reward=float(reward), done=bool(terminated), truncated=bool(truncated))
+        seen = None if terminated or truncated else self._seen(observation)
+        return StepResult(seen, reward=float(reward), done=bool(terminated), truncated=bool(truncated))
 
     def close(self) -> None:
         self._env.close()
 
-    def _written(self, observation: Any) -> str:
-        drawn = self._env.render() if getattr(self._env, "render_mode", None) == "ansi" else None
+    def _seen(self, observation: Any) -> Observation:
+        drawn = self._env.render() if self._env.render_mode in ("ansi", "rgb_array") else None
         if isinstance(drawn, str):
-            return drawn
-        if isinstance(observation, str):
-            return observation
+            return Observation(drawn)
+        text = observation if isinstance(observation, str) else ""
+        if drawn is not None:
+            from PIL import Image  # only for pictures
+
+            return Observation(text, (Image.fromarray(drawn),))
         plain = observation.tolist() if hasattr(observation, "tolist") else observation
-        return f"Observation: {plain}"
+        return Observation(text or f"Observation: {plain}")
 
     def _describe_actions(self) -> str:
         space = self._env.action_space

@@ -97,10 +97,15 @@ def test_a_game_for_one_ends_with_a_score():
     assert game.num_players == 1 and 0 in game.score()
 
 
-def test_gymnasium_writes_observations_and_reads_actions():
-    need("gymnasium")
+def make_gymnasium(task, options):
     from slime.agent.environments.gymnasium import make
 
+    return make(task, options)
+
+
+def test_gymnasium_writes_observations_and_reads_actions():
+    need("gymnasium")
+    make = make_gymnasium
     options = {"actions": ["left", "down", "right", "up"], "is_slippery": False, "render_mode": "ansi"}
     lake = make("FrozenLake-v1", options)
     assert "Actions: left, down, right, up" in lake.reset(Item(seed=1)).text
@@ -114,6 +119,41 @@ def test_gymnasium_writes_observations_and_reads_actions():
     swing.reset(Item(seed=1))
     assert swing.step("no force").observation.text.startswith("No action was found")
     assert swing.step("torque 0.5").reward < 0
+
+
+def test_gymnasium_shows_what_an_environment_draws():
+    need("gymnasium")
+    import gymnasium
+    import numpy as np
+
+    class Lamp(gymnasium.Env):
+        metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 - as gymnasium wants it
+        observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+        def __init__(self, render_mode=None):
+            self.render_mode, self.lit = render_mode, 0
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return self.lit, {}
+
+        def step(self, action):
+            self.lit = int(action)
+            return self.lit, 0.0, False, False, {}
+
+        def render(self):
+            return np.full((3, 4, 3), 255 * self.lit, dtype=np.uint8)
+
+    gymnasium.register("Lamp-v0", entry_point=Lamp)
+    try:
+        lamp = make_gymnasium("Lamp-v0", {"render_mode": "rgb_array"})
+        first = lamp.reset(Item(seed=1))
+        assert first.text == "Actions: 0, 1" and first.images[0].getpixel((0, 0)) == (0, 0, 0)
+        [picture] = lamp.step("1").observation.images
+        assert picture.size == (4, 3) and picture.getpixel((3, 2)) == (255, 255, 255)
+        assert make_gymnasium("Lamp-v0", {}).reset(Item(seed=1)).text == "Actions: 0, 1\nObservation: 0"
+    finally:
+        del gymnasium.registry["Lamp-v0"]
 
 
 def test_a_family_without_its_package_names_the_extra(monkeypatch):
