@@ -1,10 +1,10 @@
 """A GRPO run of a vision-language model with engine and trainer on one device.
 
 Random weights of a real shape, so nothing needs a download. A prompt is a red or a blue picture and some
-text; the reward is the share of token ids in the answer that are even (red) or odd (blue): one half by chance,
-and only a policy that sees the picture gets beyond it. The run is an ordinary one (`slime train`); this script
-makes model and pictures, and then reads the metrics: reward, log-prob difference between engine and trainer,
-seconds of each part, tokens per second.
+text; the reward is the share of token ids in the answer that are even (red) or odd (blue): one half by
+chance, and only a policy that sees the picture gets beyond it. The run is an ordinary one (`slime train`);
+this script makes model and pictures, and then reads the metrics: reward, log-prob difference between engine
+and trainer, seconds of each part, tokens per second.
 
     python benchmarks/vision_grpo.py --shape tiny                          # embedded engine, any machine
     python benchmarks/vision_grpo.py --shape qwen3-vl-2b --engine sglang --sglang-python PATH    # one GPU

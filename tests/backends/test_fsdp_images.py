@@ -154,24 +154,35 @@ def test_weights_leave_under_the_names_of_the_hub(model):
             assert torch.equal(file.get_tensor(name), sent[name])
 
 
+TENSOR, CONTEXT = dict(tensor_model_parallel_size=2), dict(context_parallel_size=2)
+# Name -> family, settings, layout of two ranks.
 CASES = {
-    "both towers": ("qwen3_vl", {}),
-    "text": ("idefics3", dict(freeze_vision_tower=True)),
-    "adapters": ("qwen3_vl", dict(lora_rank=4)),
+    "both towers": ("qwen3_vl", {}, {}),
+    "text": ("idefics3", dict(freeze_vision_tower=True), {}),
+    "adapters": ("qwen3_vl", dict(lora_rank=4), {}),
+    "tensor": ("qwen3_vl", {}, TENSOR),
+    "tensor, adapters": ("qwen2_5_vl", dict(lora_rank=4), TENSOR),
+    "tensor, tiles": ("idefics3", {}, TENSOR),
+    "context": ("qwen3_vl", dict(micro_batch_size=3), CONTEXT),
+    "context, adapters": ("qwen2_5_vl", dict(lora_rank=4), CONTEXT),
+    "context, tiles": ("smolvlm", {}, CONTEXT),
 }
 
 
 def step_results(rank, world_size, folder):
-    """Loss and weights after a step of SGD, for each case."""
+    """Loss, gradient norm and weights after a step of SGD, for each case."""
     results = {}
-    for case, (family, changes) in CASES.items():
+    for case, (family, changes, layout) in CASES.items():
         model = folder / family
-        args = trainer_args(model, optimizer="sgd", lr=0.2, micro_batch_size=2, **changes)
+        changes = dict(optimizer="sgd", lr=0.2, micro_batch_size=2) | changes
+        args = trainer_args(model, **changes, **(layout if world_size > 1 else {}))
         backend = create_backend(args, rank=rank, world_size=world_size, device="cpu")
         samples = image_samples(model, 2, (*SHOWN, ()))[1:]  # an odd number: a rank has an empty micro-batch
-        data = split_for_ranks(args, samples_to_batch(args, samples), world_size)[rank]
-        metrics = TrainingStep(backend, args, 0, data).run().summary
-        results[case] = (metrics["train/loss"], weights_of(backend))
+        place = backend.layout
+        shares = split_for_ranks(args, samples_to_batch(args, samples), place.dp_size, cp_size=place.cp_size)
+        metrics = TrainingStep(backend, args, 0, shares[place.dp_rank]).run().summary
+        sent = {name: tensor.clone() for bucket in backend.export() for name, tensor in bucket}
+        results[case] = (metrics["train/loss"], metrics["train/grad_norm"], sent)
     return results
 
 
@@ -185,15 +196,23 @@ def work(rank, address, folder):
     dist.destroy_process_group()
 
 
-def test_two_ranks_do_what_one_does_where_only_one_has_images(tmp_path):
-    for family in ("qwen3_vl", "idefics3"):
-        make_vision_model(tmp_path / family, family)
-    mp.spawn(work, args=(meeting_point(), tmp_path), nprocs=2)
-    two = torch.load(tmp_path / "two.pt")
-    for case, (loss, weights) in step_results(0, 1, tmp_path).items():
-        assert abs(loss - two[case][0]) < 1e-5
-        for name, weight in weights.items():
-            assert torch.allclose(weight, two[case][1][name], atol=2e-5), name
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    """The results of two ranks and of one."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for family in FAMILIES:
+        make_vision_model(folder / family, family)
+    mp.spawn(work, args=(meeting_point(), folder), nprocs=2)
+    return torch.load(folder / "two.pt"), step_results(0, 1, folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_do_what_one_does(on_two_ranks, case):
+    """With two data-parallel ranks, only one has images."""
+    (loss, norm, found), (own_loss, own_norm, expected) = (results[case] for results in on_two_ranks)
+    assert abs(loss - own_loss) < 1e-5 and norm == pytest.approx(own_norm, rel=1e-4) and norm > 0.01
+    for name, weight in expected.items():
+        assert torch.allclose(weight, found[name], atol=2e-5), name
 
 
 def test_patches_count_in_the_size_of_a_sample(qwen):
@@ -225,14 +244,6 @@ def test_tokens_and_images_that_do_not_belong_together_are_named(qwen):
     ("changes", "why"),
     [
         (dict(train_backend="megatron"), "it builds no vision tower"),
-        (
-            dict(context_parallel_size=2, actor_num_gpus_per_node=2, num_gpus_per_node=3),
-            "--context-parallel-size 2",
-        ),
-        (
-            dict(tensor_model_parallel_size=2, actor_num_gpus_per_node=2, num_gpus_per_node=3),
-            "--tensor-model",
-        ),
         (dict(multimodal_keys='{"video": "clips"}'), "videos and sound are not trained"),
         (dict(multimodal_keys='{"image": 3}'), "give the column of images"),
     ],

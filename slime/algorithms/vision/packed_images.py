@@ -34,6 +34,20 @@ class PackedImages:
         positions = None if self.positions is None else self.positions.to(device)
         return PackedImages(self.media, self.rows.to(device), self.picks.to(device), positions)
 
+    def moved(self, real: Tensor, local: Tensor) -> PackedImages:
+        """Return the images of a padded stream's tokens `local`; `real` [T]: each token's place in it."""
+        total = int(max(real.max(), local.max())) + 1
+        feature = torch.full((total,), -1)
+        feature[real[self.rows]] = self.picks
+        feature = feature[local]
+        rows = (feature >= 0).nonzero()[:, 0]
+        positions = self.positions
+        if positions is not None:
+            padded = positions.new_zeros(3, 1, total)
+            padded[..., real] = positions
+            positions = padded[..., local]
+        return PackedImages(self.media, rows, feature[rows], positions)
+
     def features(self, lm: Any) -> Features:
         """Return the features of every image token, in the order of the stream."""
         assert self.media is not None, "there are no pictures in the stream"

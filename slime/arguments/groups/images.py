@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slime.arguments.core.draft import Draft
-from slime.arguments.core.flag import flag, lacks, option_of
+from slime.arguments.core.flag import flag, lacks
 from slime.arguments.groups.trainer import FSDP
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
@@ -48,9 +48,3 @@ def _check_trainer(draft: Draft, what: str) -> None:
             f"{what} with --train-backend {draft.train_backend}: it builds no vision tower; use "
             "--train-backend fsdp."
         )
-    for name, plain, why in (
-        ("tensor_model_parallel_size", 1, "its matrices are not sharded with the tower"),
-        ("context_parallel_size", 1, "images must be on one rank with all tokens of their sample"),
-    ):
-        if (value := getattr(draft, name)) != plain:
-            raise ValueError(f"{what} with {option_of(name)} {value}: {why}; use {option_of(name)} {plain}.")

@@ -167,6 +167,7 @@ class StreamShare(Share):
             padded = experts.new_full((sum(lengths), *experts.shape[1:]), -1)
             padded[stream.real] = experts
             experts = padded[stream.local]
+        images = None if mb.images is None else mb.images.moved(stream.real, stream.local)
         return cls(
             input_ids=stream.input_ids,
             position_ids=stream.position_ids,
@@ -178,4 +179,5 @@ class StreamShare(Share):
             group=group,
             count=len(mb.targets),
             experts=experts,
+            images=images,
         )

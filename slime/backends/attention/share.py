@@ -26,6 +26,7 @@ class Share:
     group: dist.ProcessGroup | None = None  # ranks over which the stream is split; None: not split
     count: int = 0  # response tokens on all ranks of the group
     experts: Tensor | None = None  # [T, layers, top k] choices to replay on this rank's part of the stream
+    images: Any = None  # `MicroBatch.images` of this stream
 
     @property
     def is_whole(self) -> bool:

@@ -170,7 +170,8 @@ class FSDPBackend(TrainBackend):
             return self.args.compile
         config = self.model.lm.config.get_text_config()
         lm = self.model.lm
-        varies = families.needs_whole_documents(lm) or not grouped_experts.covers(lm)
+        varies = families.needs_whole_documents(lm) or vision.family_of(lm.config) is not None
+        varies = varies or not grouped_experts.covers(lm)
         alone = self.mesh.tensor is None and self.mesh.context_group is None
         # A minute of compiling pays only where a layer keeps the GPU busy.
         return (
@@ -261,9 +262,9 @@ class FSDPBackend(TrainBackend):
             rows = mb.logit_positions if prefixes is None else prefixes.rows
             backward = loss is not None and (mb.learns or counted)
             self._count_pass((prefixes or mb).position_ids, len(rows), backward=backward)
-        group = self.mesh.context_group
+        group, mb = self.mesh.context_group, vision.with_images(mb, model.lm.config)
         if group is None:
-            sent = vision.with_images(mb, model.lm.config).to(self.device)
+            sent = mb.to(self.device)
             return sent, None if prefixes is None else prefixes.to(self.device)
         after = isinstance(model, PackedScalarLM) and bool(model.offset)
         share = StreamShare.of(mb, self.layout.cp_size, self.layout.cp_rank, group, after_token=after)

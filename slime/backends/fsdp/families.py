@@ -118,8 +118,8 @@ def stateful_modules(lm: HFModel) -> list[Any]:
 
 
 def needs_whole_documents(lm: HFModel) -> bool:
-    """Return whether a rank must have all tokens of a document: for a state, images or foreign attention."""
-    return not runs_packed(lm) or bool(stateful_modules(lm)) or vision.family_of(lm.config) is not None
+    """Return whether a rank must have all tokens of a document: for a state or for foreign attention."""
+    return not runs_packed(lm) or bool(stateful_modules(lm))
 
 
 def has_experts(config: Any) -> bool:
@@ -142,7 +142,7 @@ def _each_document_alone(forward: Any) -> Any:
 def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
     """Return hidden states [T, H] of a micro-batch that context parallelism does not split."""
     if vision.family_of(lm.config) is not None:
-        return vision.run_whole(lm, mb)
+        return vision.run_stream(lm, mb)
     if mb.media:
         raise NotTrainable(f"samples have images, and {why_no_images(lm.config.model_type)}.")
     if not runs_packed(lm):

@@ -22,12 +22,15 @@ from slime.backends.attention.share import Share
 from slime.backends.base import HeadFunction, MicroBatch
 from slime.backends.fsdp import families
 from slime.backends.fsdp.layer_execution import HFModel
+from slime.backends.fsdp.vision import family_of, run_stream
 
 
 def run_decoder(lm: HFModel, mb: MicroBatch, share: Share | None) -> Tensor:
     """Return hidden states [T, H] of the packed stream, or of its replacement."""
     if share is None:
         return families.run_whole(lm, mb)
+    if family_of(lm.config) is not None:
+        return run_stream(lm, share)
     return families.run_stream(lm, share.input_ids, share.position_ids, share.documents)
 
 

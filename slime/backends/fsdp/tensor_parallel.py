@@ -1,8 +1,8 @@
 """Tensor parallelism by the plan of each transformers family: splits matrices by columns or rows.
 
-Embedding, norms, routers and output matrix stay whole on every rank; their gradients are the same on all
-ranks of the group, because incoming gradients are summed. Experts are distributed whole. Other layouts of
-experts and other styles of plans are refused with an error.
+Embedding, norms, routers, vision tower and output matrix stay whole on every rank; their gradients are the
+same on all ranks of the group, because incoming gradients are summed. Experts are distributed whole. Other
+layouts of experts and other styles of plans are refused with an error.
 """
 
 import re
@@ -22,12 +22,19 @@ from slime.backends.fsdp.expert_parallel import is_experts, share_out
 from slime.backends.fsdp.families import has_experts
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.backends.fsdp.lora import NAME as ADAPTER
+from slime.backends.fsdp.vision import family_of, text_model
 
 # Norms of single heads see only this rank's heads (dimension 2 of [1, T, heads, size]): gradients are summed.
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+# Plan of the text model of vision-language families: transformers has none for Qwen3-VL.
+_DENSE_TEXT = {
+    **dict.fromkeys((f"layers.*.self_attn.{name}_proj" for name in "qkv"), "colwise"),
+    **dict.fromkeys((f"layers.*.mlp.{name}_proj" for name in ("gate", "up")), "colwise"),
+    **dict.fromkeys(("layers.*.self_attn.o_proj", "layers.*.mlp.down_proj"), "rowwise"),
 }
 # Parts of a layer with an adapter -> the layer's styles that split them.
 _UNDER_ADAPTERS = {
@@ -47,7 +54,7 @@ def apply(lm: HFModel, mesh: DeviceMesh) -> None:
             "which slime does not support; use 1."
         )
     styles = {name: _STYLES[style] for name, style in plan.items()}
-    base = lm.base_model
+    base = text_model(lm)
     chosen: dict[str, ParallelStyle] = {}
     for name, module in base.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
@@ -68,10 +75,11 @@ def apply(lm: HFModel, mesh: DeviceMesh) -> None:
 def plan_of(lm: HFModel, size: int) -> tuple[dict[str, str], list[Any]]:
     """Return the style of each split module, and the modules with distributed experts; else a ValueError."""
     config = lm.config.get_text_config()
+    known = config.base_model_tp_plan or {} if family_of(lm.config) is None else _DENSE_TEXT
     # Matrices outside the layers (embedding, output matrix) stay whole.
     plan = {
         name: style
-        for name, style in (config.base_model_tp_plan or {}).items()
+        for name, style in known.items()
         if name.startswith("layers.") and ".experts" not in name  # experts are distributed instead
     }
     if not plan:

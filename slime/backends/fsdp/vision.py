@@ -11,11 +11,21 @@ from torch import Tensor
 from slime.algorithms.vision.packed_images import PackedImages, nothing_of, pack_images
 from slime.algorithms.vision.towers import attention_by_tower, family_of, run_text
 from slime.backends.attention.packed_documents import register
+from slime.backends.attention.share import Share
 from slime.backends.base import MicroBatch
 from slime.backends.fsdp.layer_execution import HFModel
 from slime.catalog.vision import VISION_FAMILIES
 
-__all__ = ["auto_class", "build", "family_of", "freeze_tower", "run_whole", "tower_prefixes", "with_images"]
+__all__ = [
+    "auto_class",
+    "build",
+    "family_of",
+    "freeze_tower",
+    "run_stream",
+    "text_model",
+    "tower_prefixes",
+    "with_images",
+]
 
 
 def auto_class(config: Any) -> Any:
@@ -43,16 +53,24 @@ def with_images(mb: MicroBatch, config: Any) -> MicroBatch:
     return replace(mb, images=pack_images(config, documents, mb.media, names))
 
 
-def run_whole(lm: HFModel, mb: MicroBatch) -> Tensor:
-    """Return hidden states [T, H] of a micro-batch."""
-    images = cast("PackedImages | None", mb.images)
+def run_stream(lm: HFModel, stream: MicroBatch | Share) -> Tensor:
+    """Return hidden states [T, H] of a micro-batch, or of a rank's part of one, which needs all images."""
+    images = cast("PackedImages | None", stream.images)
+    rows, features, shift, positions = None, None, None, stream.position_ids
+    if images is not None and images.positions is not None:
+        positions = images.positions
     if images is None or images.media is None:
         # Before the text model, like features: all ranks, with or without images, gather layers in one order.
-        shift = nothing_of(lm, mb.input_ids.device)
-        return run_text(lm, mb.input_ids, mb.position_ids, None, None, shift=shift, documents=mb.documents)
-    positions = mb.position_ids if images.positions is None else images.positions
-    features = images.features(lm)
-    return run_text(lm, mb.input_ids, positions, images.rows, features, documents=mb.documents)
+        shift = nothing_of(lm, stream.input_ids.device)
+    else:
+        rows, features = images.rows, images.features(lm)
+    return run_text(lm, stream.input_ids, positions, rows, features, shift=shift, documents=stream.documents)
+
+
+def text_model(lm: HFModel) -> Any:
+    """Return the decoder that reads text, without a vision tower."""
+    family = family_of(lm.config)
+    return lm.base_model if family is None else getattr(lm.base_model, family.text)
 
 
 def tower_prefixes(config: Any) -> tuple[str, ...]:
