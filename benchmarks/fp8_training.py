@@ -5,6 +5,7 @@ a random chain, of which the model first learns the pairs (a quick fall) and the
 other: the loss of every step, and its mean over the last quarter of the steps.
 
     python benchmarks/fp8_training.py                                  # one GPU; goal: within 1%
+    python benchmarks/fp8_training.py --shape small-moe                # a mixture of 32 experts
     python benchmarks/fp8_training.py --shape tiny --steps 20 --device cpu     (does the script work?)
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measuring import free_memory, peak_gib, present_device, synchronize
-from shapes import SHAPES, qwen3_config
+from shapes import MIXTURES, SHAPES, config_of
 
 from slime.arguments import default_args
 from slime.backends.fsdp import create_backend
@@ -38,7 +39,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="0.6b", choices=tuple(SHAPES))
+    parser.add_argument("--shape", default="0.6b", choices=(*SHAPES, *MIXTURES))
     parser.add_argument(
         "--device", type=present_device, default="cuda" if torch.cuda.is_available() else "cpu"
     )
@@ -75,7 +76,7 @@ class Chain:
 
 def train(options: argparse.Namespace, device: torch.device, fp8: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        qwen3_config(options.shape, VOCAB).save_pretrained(folder)
+        config_of(options.shape, VOCAB).save_pretrained(folder)
         args = default_args(
             hf_checkpoint=folder,
             dtype="bfloat16" if device.type == "cuda" else "float32",
@@ -136,7 +137,8 @@ def main() -> int:
         print(f"{name}: {' '.join(shown)}; {found[name]['tokens_per_s']:,.0f} tokens/s", flush=True)
         torch._dynamo.reset()
     found["compared"] = compare(found["16 bit"]["losses"], found["fp8"]["losses"])
-    print({name: round(value, 5) for name, value in found["compared"].items()})
+    speed = found["fp8"]["tokens_per_s"] / found["16 bit"]["tokens_per_s"]
+    print({name: round(value, 5) for name, value in found["compared"].items()}, f"{speed:.2f} x tokens/s")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()

@@ -12,7 +12,8 @@ SHAPES = {
     "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128),
 }
 # Six layers each: of Qwen3-30B-A3B, and with a router and a shared expert as GLM-4.5 and DeepSeek have them.
-MIXTURES = ("moe", "glm", "tiny-moe")
+# "small-moe" is small enough for hundreds of steps.
+MIXTURES = ("moe", "glm", "small-moe", "tiny-moe")
 _TINY_VOCAB, _VOCAB = 4096, 151936
 _TINY_CONTEXT, _CONTEXT = 2048, 32768
 
@@ -35,27 +36,31 @@ def qwen3_config(shape: str, vocab_size: int | None = None) -> Any:
     )
 
 
-def config_of(shape: str) -> Any:
+def config_of(shape: str, vocab_size: int | None = None) -> Any:
     """The config of a dense shape or of a mixture of experts; "long": a 4B one for long samples."""
     if shape == "long":
         config = qwen3_config("4b")
         config.max_position_embeddings = 2 * 65536
         return config
     if shape not in MIXTURES:
-        return qwen3_config(shape)
+        return qwen3_config(shape, vocab_size)
     from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
     tiny = shape == "tiny-moe"
+    width, inner, layers, heads, experts, chosen = {
+        "small-moe": (1024, 512, 8, 16, 32, 4),
+        "tiny-moe": (64, 32, 2, 4, 8, 2),
+    }.get(shape, (2048, 768, 6, 32, 128, 8))
     common = dict(
-        vocab_size=_TINY_VOCAB if tiny else _VOCAB,
-        hidden_size=64 if tiny else 2048,
+        vocab_size=vocab_size or (_TINY_VOCAB if tiny else _VOCAB),
+        hidden_size=width,
         intermediate_size=128 if tiny else 6144,
-        moe_intermediate_size=32 if tiny else 768,
-        num_hidden_layers=2 if tiny else 6,
-        num_attention_heads=4 if tiny else 32,
+        moe_intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=2 if tiny else 4,
         head_dim=16 if tiny else 128,
-        num_experts_per_tok=2 if tiny else 8,
+        num_experts_per_tok=chosen,
         max_position_embeddings=_TINY_CONTEXT if tiny else _CONTEXT,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -67,7 +72,7 @@ def config_of(shape: str) -> Any:
             **common, n_routed_experts=128, n_shared_experts=1, n_group=1, topk_group=1,
             first_k_dense_replace=0, use_qk_norm=True,
         )  # fmt: skip
-    return Qwen3MoeConfig(**common, num_experts=8 if tiny else 128, norm_topk_prob=True)
+    return Qwen3MoeConfig(**common, num_experts=experts, norm_topk_prob=True)
 
 
 def write_model(

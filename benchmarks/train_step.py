@@ -8,6 +8,7 @@ against the bare matrix products, and the balance of work over eight ranks. Each
 
     python benchmarks/train_step.py [--part kernels --part 0.6b --part 4b --part balance] [--profile]
     python benchmarks/train_step.py --part moe --part glm      # layers of mixtures of experts
+    python benchmarks/train_step.py --part experts --part moe --fp8 --no-references    # FP8 against 16 bits
     python benchmarks/train_step.py --part long --checkpointing full    # 4B, one sample of 65,536 tokens
     python benchmarks/train_step.py --backend megatron --part 0.6b --part 4b    # Megatron beside FSDP
     python benchmarks/train_step.py --part 4b --fp8     # with --fp8-training too, after the 16-bit step
@@ -41,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.algorithms.logprobs import chunked_log_probs
 from slime.arguments import default_args
+from slime.backends.experts.experts_operator import gated_experts
 from slime.batch.convert import samples_to_batch
 from slime.batch.flops import ModelShape, Stream, pass_flops
 from slime.batch.split import plan_steps, split_for_ranks
@@ -48,7 +50,7 @@ from slime.step.training_step import TrainingStep
 from slime.utils.types import Sample
 
 MODELS = ("0.6b", "4b", "moe", "glm", "long")
-PARTS = ("kernels", *MODELS, "balance")
+PARTS = ("kernels", "experts", *MODELS, "balance")
 # Tokens of one micro-batch, and of one optimizer step: a little more than a whole part of it, because samples
 # never fill micro-batches to the last token, and one more micro-batch would be needed for what is left.
 TOKENS = {
@@ -148,6 +150,48 @@ def _kernel_ratios(tokens: int, vocab: int, width: int, device: torch.device) ->
     record["forward_ratio"] = record["forward_ms"] / record["bare_forward_ms"]
     record["both_ratio"] = record["both_ms"] / record["bare_products_ms"]
     return record
+
+
+# -- experts -------------------------------------------------------------------------------------------------
+
+
+def experts_part(options: argparse.Namespace, device: torch.device) -> list[Record]:
+    """The experts of one layer of Qwen3-30B-A3B, forward and backward, in 16 bits and in FP8."""
+    tokens, experts, top_k, width, inner = (
+        (33280, 128, 8, 2048, 768) if not options.tiny else (64, 4, 2, 64, 32)
+    )
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int, size: float = 1.0) -> torch.Tensor:
+        values = torch.randn(*shape, device=device, generator=generator) * size
+        return values.to(torch.bfloat16).requires_grad_()
+
+    hidden = drawn(tokens, width)
+    gate_up = drawn(experts, 2 * inner, width, size=width**-0.5)
+    down = drawn(experts, width, inner, size=inner**-0.5)
+    scores = torch.randn(tokens, experts, device=device, generator=generator)
+    weights, chosen = scores.softmax(1).topk(top_k)
+    weights = weights.to(torch.bfloat16).requires_grad_()
+    direction = drawn(tokens, width).detach()
+    leaves = [hidden, gate_up, down, weights]
+
+    def forward(fp8: bool) -> torch.Tensor:
+        return gated_experts(hidden, gate_up, down, chosen, weights, fp8)
+
+    def both(fp8: bool) -> None:
+        torch.autograd.grad(forward(fp8), leaves, direction)
+
+    record: Record = {"tokens": tokens, "experts": experts, "width": width, "inner": inner}
+    operations = 6 * 3 * tokens * top_k * width * inner
+    for name, fp8 in (("bf16", False), ("fp8", True)):
+        free_memory(device)
+        record[f"{name}_forward_ms"] = 1e3 * seconds(functools.partial(forward, fp8), device=device)
+        spent = seconds(functools.partial(both, fp8), device=device)
+        record[f"{name}_both_ms"], record[f"{name}_tflops"] = 1e3 * spent, operations / spent / 1e12
+    record["fp8_speed"] = record["bf16_both_ms"] / record["fp8_both_ms"]
+    if options.profile:
+        record["profile"] = profile_step(functools.partial(both, True), device)
+    return [record]
 
 
 # -- models --------------------------------------------------------------------------------------------------
@@ -461,6 +505,7 @@ def main() -> int:
     parts: dict[str, Callable[[], list[Record]]] = {
         "balance": lambda: balance_part(options),
         "kernels": lambda: kernel_part(options, device),
+        "experts": lambda: experts_part(options, device),
         **{name: functools.partial(model_part, name, options, device, rate) for name in MODELS},
     }
     results: dict[str, list[Record]] = {}

@@ -7,13 +7,13 @@ from pathlib import Path
 from source_trees import nodes_of
 
 PACKAGE = Path(__file__).parent.parent / "slime"
-# Lines of Python per folder, together at most 88,800. A budget may move to another folder in a commit
+# Lines of Python per folder, together at most 89,200. A budget may move to another folder in a commit
 # that says why.
 BUDGETS: dict[str, int] = {
     "agent": 8561,
     "algorithms": 2033,
     "arguments": 6322,
-    "backends": 12910,
+    "backends": 13244,
     "batch": 1026,
     "catalog": 1811,
     "cli": 7652,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2311,
 }
-STATEMENTS = 56_133
+STATEMENTS = 56_353
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -54,10 +54,10 @@ def random_samples(
     return samples
 
 
-def backend_of(args):
+def backend_of(args, **options):
     from slime.backends.fsdp import create_backend
 
-    return create_backend(args, rank=0, world_size=1, device=DEVICE)
+    return create_backend(args, rank=0, world_size=1, device=DEVICE, **options)
 
 
 def weights_of(backend):

@@ -60,7 +60,7 @@ class FSDPFlags:
         only_with=FSDP,
     )
     fp8_training: bool = flag(
-        False, "linear layers multiply in FP8, forward and backward. Emulated on a CPU", only_with=FSDP
+        False, "linear layers and experts multiply in FP8. Emulated on a CPU", only_with=FSDP
     )
 
 

@@ -5,10 +5,15 @@ the flat place of the choice (token * k + number of the choice), `place[token, n
 from `ends[-1]` on belong to no expert of this rank: their contents mean nothing.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from slime.backends.experts.fp8_experts_kernels import factors_of, size_of
+from slime.backends.fp8.scaling import FP8, Scaled
 
 
 @triton.jit
@@ -43,47 +48,82 @@ def _combine(  # type: ignore[no-untyped-def]  # as above
 
 
 @triton.jit
+def _gated(  # type: ignore[no-untyped-def]  # as above
+    both, row, columns, WIDTH: tl.constexpr
+):
+    """Return sigmoid(gate), silu(gate) and up in some columns of a row."""
+    inside = columns < WIDTH
+    gate = tl.load(both + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    return share, gate * share, up
+
+
+@triton.jit
 def _gate(  # type: ignore[no-untyped-def]  # as above
-    both, weights, order, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    both, weights, order, out, factors, FP8: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + tl.load(order + row)).to(tl.float32)
+    inverse = 1.0
+    if FP8:
+        size = tl.zeros((BLOCK,), tl.int32)
+        for begin in range(0, WIDTH, BLOCK):
+            _share, silu, up = _gated(both, row, begin + tl.arange(0, BLOCK), WIDTH)
+            size = tl.maximum(size, size_of(silu * up * weight))
+        factor, inverse = factors_of(tl.max(size, axis=0))
+        tl.store(factors + row, factor)
     for begin in range(0, WIDTH, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
-        inside = columns < WIDTH
-        gate = tl.load(both + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(both + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-        value = gate * tl.sigmoid(gate) * up * weight
-        tl.store(out + row * WIDTH + columns, value.to(out.dtype.element_ty), mask=inside)
+        _share, silu, up = _gated(both, row, columns, WIDTH)
+        value = (silu * up * weight * inverse).to(out.dtype.element_ty)
+        tl.store(out + row * WIDTH + columns, value, mask=columns < WIDTH)
+
+
+@triton.jit
+def _gradients(  # type: ignore[no-untyped-def]  # as above
+    both, grad, row, columns, weight, WIDTH: tl.constexpr
+):
+    """Return gradients of gate and up, gated values, and terms of the routing weight's gradient."""
+    share, silu, up = _gated(both, row, columns, WIDTH)
+    g = tl.load(grad + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    along_weight = g * silu * up
+    g *= weight
+    return g * up * (share + silu * (1.0 - share)), g * silu, silu * up * weight, along_weight
 
 
 @triton.jit
 def _gate_backward(  # type: ignore[no-untyped-def]  # as above
-    both, weights, order, grad, grad_both, again, grad_weights, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+    both, weights, order, grad, grad_both, again, grad_weights, grad_factors, factors,
+    FP8: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     choice = tl.load(order + row)
     weight = tl.load(weights + choice).to(tl.float32)
-    along_weight = tl.zeros((BLOCK,), tl.float32)
+    inverse, grad_inverse = 1.0, 1.0
+    if FP8:
+        size, grad_size = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+        for begin in range(0, WIDTH, BLOCK):
+            columns = begin + tl.arange(0, BLOCK)
+            grad_gate, grad_up, gated, _along = _gradients(both, grad, row, columns, weight, WIDTH)
+            size = tl.maximum(size, size_of(gated))
+            grad_size = tl.maximum(grad_size, tl.maximum(size_of(grad_gate), size_of(grad_up)))
+        factor, inverse = factors_of(tl.max(size, axis=0))
+        grad_factor, grad_inverse = factors_of(tl.max(grad_size, axis=0))
+        tl.store(factors + row, factor)
+        tl.store(grad_factors + row, grad_factor)
+    total = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, WIDTH, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         inside = columns < WIDTH
-        gate = tl.load(both + row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(both + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(grad + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-        share = tl.sigmoid(gate)
-        silu = gate * share
-        along_weight += g * silu * up
-        g *= weight
-        grad_gate = g * up * (share + silu * (1.0 - share))
-        tl.store(grad_both + row * 2 * WIDTH + columns, grad_gate.to(grad_both.dtype.element_ty), mask=inside)
-        tl.store(
-            grad_both + row * 2 * WIDTH + WIDTH + columns,
-            (g * silu).to(grad_both.dtype.element_ty),
-            mask=inside,
-        )
-        tl.store(again + row * WIDTH + columns, (silu * up * weight).to(again.dtype.element_ty), mask=inside)
-    tl.store(grad_weights + choice, tl.sum(along_weight, axis=0))
+        grad_gate, grad_up, gated, along_weight = _gradients(both, grad, row, columns, weight, WIDTH)
+        total += along_weight
+        grad_gate = (grad_gate * grad_inverse).to(grad_both.dtype.element_ty)
+        grad_up = (grad_up * grad_inverse).to(grad_both.dtype.element_ty)
+        tl.store(grad_both + row * 2 * WIDTH + columns, grad_gate, mask=inside)
+        tl.store(grad_both + row * 2 * WIDTH + WIDTH + columns, grad_up, mask=inside)
+        tl.store(again + row * WIDTH + columns, (gated * inverse).to(again.dtype.element_ty), mask=inside)
+    tl.store(grad_weights + choice, tl.sum(total, axis=0))
 
 
 def _block(width: int) -> int:
@@ -119,24 +159,35 @@ def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return torch._grouped_mm(left.T, right, offs=ends)
 
 
-def gate(both: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """Return silu(gate) * up * routing weight: [S, I] from [S, 2I]."""
+def gate(both: Tensor, weights: Tensor, order: Tensor, fp8: bool = False) -> Any:
+    """Return silu(gate) * up * routing weight: [S, I] from [S, 2I]. `fp8`: values and factors."""
     width = both.shape[1] // 2
-    out = both.new_empty(len(both), width)
-    _gate[(len(both),)](both, weights, order, out, WIDTH=width, BLOCK=_block(width), num_warps=4)
-    return out
+    out, factors = _outputs(both, width, fp8)
+    _gate[(len(both),)](
+        both, weights, order, out, factors, FP8=fp8, WIDTH=width, BLOCK=_block(width), num_warps=4
+    )
+    return Scaled(out, factors) if fp8 else out
 
 
 def gate_backward(
-    both: Tensor, weights: Tensor, order: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    both: Tensor, weights: Tensor, order: Tensor, grad: Tensor, fp8: bool = False
+) -> tuple[Any, Any, Tensor]:
     """Gradients of gate and up [S, 2I], the gated values once more [S, I], gradients of the weights [S] fp32
-    by choice."""
+    by choice. `fp8`: values and factors of the first two."""
     width = both.shape[1] // 2
-    grad_both, again = torch.empty_like(both), torch.empty_like(grad)
+    grad_both, grad_factors = _outputs(both, 2 * width, fp8)
+    again, factors = _outputs(both, width, fp8)
     grad_weights = torch.empty(len(both), dtype=torch.float32, device=both.device)
     _gate_backward[(len(both),)](
-        both, weights, order, grad, grad_both, again, grad_weights, WIDTH=width, BLOCK=_block(width),
-        num_warps=4,
+        both, weights, order, grad, grad_both, again, grad_weights, grad_factors, factors,
+        FP8=fp8, WIDTH=width, BLOCK=_block(width), num_warps=4,
     )  # fmt: skip
+    if fp8:
+        return Scaled(grad_both, grad_factors), Scaled(again, factors), grad_weights
     return grad_both, again, grad_weights
+
+
+def _outputs(like: Tensor, width: int, fp8: bool) -> tuple[Tensor, Tensor]:
+    """Return storage for rows, and for their factors."""
+    out = like.new_empty(len(like), width, dtype=FP8 if fp8 else like.dtype)
+    return out, like.new_empty(len(like) if fp8 else 0, 1, dtype=torch.float32)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime.backends.experts.fp8_experts import FP8Steps
+
 # output, first product [S, 2I], order [S], place [T, k], ends [E]
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -32,11 +34,11 @@ def _sorted_choices(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
 
 @torch.library.custom_op("slime::gated_experts", mutates_args=())
 def _forward(
-    hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor
+    hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, fp8: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     order, place, ends = _sorted_choices(chosen, len(gate_up))
     hidden, weights = hidden.contiguous(), weights.contiguous()
-    steps = _steps(hidden)
+    steps = _steps(hidden, fp8)
     rows = steps.gather(hidden, order, chosen.shape[1])
     both = steps.product(rows, gate_up.transpose(1, 2), ends)
     gated = steps.gate(both, weights, order)
@@ -45,7 +47,9 @@ def _forward(
 
 
 @_forward.register_fake
-def _(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Forward:
+def _(
+    hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, fp8: bool = False
+) -> Forward:
     choices = chosen.shape[0] * chosen.shape[1]
     return (
         torch.empty_like(hidden, memory_format=torch.contiguous_format),
@@ -68,9 +72,10 @@ def _backward(
     place: Tensor,
     ends: Tensor,
     train_experts: bool,
+    fp8: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad, hidden, weights = grad.contiguous(), hidden.contiguous(), weights.contiguous()
-    steps, top_k = _steps(hidden), place.shape[1]
+    steps, top_k = _steps(hidden, fp8), place.shape[1]
     grad_rows = steps.gather(grad, order, top_k)
     grad_gated = steps.product(grad_rows, down, ends)
     grad_both, gated, grad_weights = steps.gate_backward(both, weights, order, grad_gated)
@@ -89,43 +94,46 @@ def _backward(
 def _(
     grad: Tensor, hidden: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    whole = (gate_up, down) if rest[-1] else (gate_up.new_empty(0), down.new_empty(0))
+    whole = (gate_up, down) if rest[-2] else (gate_up.new_empty(0), down.new_empty(0))
     made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (hidden, *whole, weights)]
     return tuple(made)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Forward) -> None:
-    hidden, gate_up, down, _chosen, weights = inputs
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
+    hidden, gate_up, down, _chosen, weights, ctx.fp8 = inputs
     ctx.save_for_backward(hidden, gate_up, down, weights, *output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return None, None, None, None, None
+        return None, None, None, None, None, None
     train_experts = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    found = _backward(grad, *ctx.saved_tensors, train_experts)
+    found = _backward(grad, *ctx.saved_tensors, train_experts, ctx.fp8)
     grad_gate_up, grad_down = (found[1], found[2]) if train_experts else (None, None)
-    return found[0], grad_gate_up, grad_down, None, found[3]
+    return found[0], grad_gate_up, grad_down, None, found[3], None
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def gated_experts(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The sum over each token's experts of weight * down(silu(gate) * up)."""
-    return _forward(hidden, gate_up, down, chosen, weights)[0]
+def gated_experts(
+    hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, fp8: bool = False
+) -> Tensor:
+    """The sum over each token's experts of weight * down(silu(gate) * up). `fp8`: all products in FP8."""
+    return _forward(hidden, gate_up, down, chosen, weights, fp8)[0]
 
 
 # -- the steps -----------------------------------------------------------------------------------------------
 
 
-def _steps(hidden: Tensor) -> Any:
-    if not hidden.is_cuda:
-        return _Plain
-    from slime.backends.experts import experts_kernels  # Triton, which CPU machines need not have
+def _steps(hidden: Tensor, fp8: bool) -> Any:
+    steps: Any = _Plain
+    if hidden.is_cuda:
+        from slime.backends.experts import experts_kernels  # Triton, which CPU machines need not have
 
-    return experts_kernels
+        steps = experts_kernels
+    return FP8Steps(steps, hidden.dtype) if fp8 else steps
 
 
 class _Plain:

@@ -4,6 +4,7 @@ Weights and gradients keep their 16 or 32 bits. Values are scaled again for each
 keeps input and weight in FP8, a byte per number.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class FP8Linear(nn.Linear):
 def use_fp8(layers: list[nn.Module], device: torch.device, dtype: torch.dtype) -> int:
     """Make the linear layers inside `layers` multiply in FP8, and return their number.
 
-    Matrices that are no linear layers (experts, most routers) and gates with few outputs are unchanged.
+    Matrices of no linear layer (stacked experts, most routers) and gates with few outputs are unchanged.
     """
     if device.type == "cuda" and dtype != torch.bfloat16:
         raise ValueError("--fp8-training: FP8 products on a GPU end in bfloat16; use --dtype bfloat16.")
@@ -75,11 +76,13 @@ def use_fp8(layers: list[nn.Module], device: torch.device, dtype: torch.dtype) -
     return len(found)
 
 
-def check_device(device: torch.device) -> None:
-    """Compare the three products on small matrices with the same values multiplied in fp32.
-
-    On a CPU they are computed in fp32 anyway.
-    """
+def check_device(
+    device: torch.device,
+    products: Callable[[Tensor], list[Tensor]] | None = None,
+    tolerance: float = _TOLERANCE,
+) -> None:
+    """Compare `products` of a small matrix, by default a layer's three, with their emulation on a CPU."""
+    products = products or _three_products
     if device.type != "cuda":
         return
     name = accelerator.gpu.get_device_name(device)
@@ -90,14 +93,14 @@ def check_device(device: torch.device) -> None:
         )
     matrix = torch.randn(72, 64, generator=torch.Generator().manual_seed(0))
     try:
-        found = _three_products(matrix.to(device))
+        found = products(matrix.to(device))
     except (RuntimeError, NotImplementedError, AttributeError, ImportError) as error:
         raise ValueError(
             f"--fp8-training: torch {torch.__version__} has no FP8 products on {name} ({error}); remove it."
         ) from error
-    for ours, expected in zip(found, _three_products(matrix), strict=True):
+    for ours, expected in zip(found, products(matrix), strict=True):
         apart = ((ours.cpu() - expected).float().norm() / expected.float().norm()).item()
-        if not apart < _TOLERANCE:
+        if not apart < tolerance:
             raise ValueError(
                 f"--fp8-training: FP8 products on {name} are off by {apart:.2g} of the norm; remove it."
             )

@@ -138,6 +138,7 @@ class FSDPBackend(TrainBackend):
         grouped_experts.use_operator(model.lm)
         if args.fp8_training:
             use_fp8(layers, self.device, self.compute_dtype)
+            grouped_experts.use_fp8(model.lm, layers, self.device)
         if compiles:
             grouped_experts.keep_out_of_compiling(layers)
             require_input_gradient(model.lm)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.experts.experts_operator import gated_experts
+from slime.backends.fp8.linear import check_device
+from slime.backends.fp8.scaling import ALIGNMENT
 from slime.backends.fsdp.expert_parallel import is_experts
 from slime.backends.fsdp.families import has_experts
 from slime.backends.fsdp.layer_execution import HFModel
@@ -21,6 +23,8 @@ _PLAIN = {
     "has_post_expert_norm": False,
 }
 _SILU = ("SiLU", "SiLUActivation")
+# Largest difference of FP8 experts between a GPU and a CPU: 16-bit steps may move numbers to the next of FP8.
+_TOLERANCE = 0.05
 
 
 def use_operator(lm: HFModel) -> None:
@@ -28,6 +32,43 @@ def use_operator(lm: HFModel) -> None:
     for module in lm.modules():
         if computes_same(module):
             module.forward = types.MethodType(_forward, module)
+
+
+def use_fp8(lm: HFModel, layers: list[nn.Module], device: torch.device) -> None:
+    """Run the layers' experts by `gated_experts` in FP8; experts that it cannot compute are a ValueError."""
+    kind = lm.config.model_type
+    stacked: list[Any] = [module for layer in layers for module in layer.modules() if _is_stacked(module)]
+    if not stacked or not has_experts(lm.config.get_text_config()):
+        return
+    for module in stacked:
+        if not computes_same(module):
+            raise ValueError(
+                f"--fp8-training: {type(module).__name__} of {kind} is not silu(gate) * up between two "
+                "products without bias, which is what slime computes in FP8; remove it."
+            )
+        width, inner = module.down_proj.shape[1:]
+        if width % ALIGNMENT or inner % ALIGNMENT:
+            raise ValueError(
+                f"--fp8-training: the experts of {kind} are {width} x {inner}, and FP8 products take "
+                f"multiples of {ALIGNMENT} only; remove it."
+            )
+        module.forward = types.MethodType(_forward_fp8, module)
+    check_device(device, _small_mixture, _TOLERANCE)
+
+
+def _is_stacked(module: Any) -> bool:
+    own = module.parameters(recurse=False)
+    return not isinstance(module, nn.Conv1d) and any(parameter.dim() == 3 for parameter in own)
+
+
+def _small_mixture(matrix: Tensor) -> list[Tensor]:
+    """Return the output and the gradients of two experts whose tokens are the rows of `matrix` [72, 64]."""
+    hidden = matrix.bfloat16().requires_grad_()
+    gate_up = hidden.detach()[:64].expand(2, -1, -1).contiguous().requires_grad_()
+    down = hidden.detach()[:64, :32].expand(2, -1, -1).contiguous().requires_grad_()
+    chosen, weights = (matrix[:, :1] > 0.5).long(), matrix[:, 1:2].bfloat16()
+    out = gated_experts(hidden, gate_up, down, chosen, weights, fp8=True)
+    return [out, *torch.autograd.grad(out, [hidden, gate_up, down], matrix.bfloat16())]
 
 
 def covers(lm: HFModel) -> bool:
@@ -64,3 +105,7 @@ def _forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
     if not (hidden.is_cuda and hidden.dtype == torch.bfloat16 and type(experts.gate_up_proj) is nn.Parameter):
         return type(experts).forward(experts, hidden, chosen, weights)
     return gated_experts(hidden, experts.gate_up_proj, experts.down_proj, chosen, weights)
+
+
+def _forward_fp8(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return gated_experts(hidden, experts.gate_up_proj, experts.down_proj, chosen, weights, fp8=True)
