@@ -154,7 +154,7 @@ test-sandbox: $(STAMP) bubblewrap
 
 # The families of --env with their real packages.
 test-environments: $(STAMP)
-	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[reasoning-gym,textarena,gymnasium,verifiers,openenv]"
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[reasoning-gym,textarena,gymnasium,verifiers,openenv,mcp]"
 	$(PYTEST) -m "slow or not slow" --timeout 1800 tests/agent/environments
 
 # The examples with tools, environments, pictures and a judge, as their READMEs run them: minutes each.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 _ADAPTERS = "slime.agent.environments"
 SOURCE = "env:"  # prefix of a choice that is given in place of a prompt file
+MCP = "mcp"  # the family whose task is a whole command
 OPENENV = "openenv"  # the family whose tasks are addresses
 OWN = "own"  # the family of `module:Class` and `path/to/file.py:Class`
 HELD_OUT, TRAINING = "heldout", "train"
@@ -18,7 +19,7 @@ class EnvironmentFamily:
     help: str
     package: str | None = None
     extra: str | None = None
-    plays_itself: bool = False  # has an agent that sends HTTP requests: `module` has `play`, not `make`
+    plays_itself: bool = False  # its turns are those of a session: `module` has `play`, not `make`
 
 
 ENVIRONMENTS: dict[str, EnvironmentFamily] = {
@@ -52,6 +53,13 @@ ENVIRONMENTS: dict[str, EnvironmentFamily] = {
         "servers of OpenEnv, by address or image of a container: openenv:http://127.0.0.1:8000",
         "openenv",
         "openenv",
+    ),
+    MCP: EnvironmentFamily(
+        f"{_ADAPTERS}.mcp",
+        "the tools of an MCP server, by address or command; prompts come from --prompt-data: mcp:http://HOST/mcp",
+        "mcp",
+        "mcp",
+        plays_itself=True,
     ),
     OWN: EnvironmentFamily(
         f"{_ADAPTERS}.own", "a class of yours: my_package.envs:Maze or path/to/file.py:Maze"
@@ -89,6 +97,8 @@ def read_choices(text: str, flag: str = "--env") -> list[Choice]:
         raise ValueError(f"{flag} is {text!r}: write FAMILY:TASK with a family of {known}, or module:Class.")
     if family not in named:
         return [Choice(OWN, text.strip())]
+    if family == MCP:
+        return [Choice(MCP, tasks.strip())]
     choices = [_read_choice(family, part, text, flag) for part in re.split("[,+]", tasks) if part.strip()]
     if len({choice.task for choice in choices}) < len(choices):
         raise ValueError(f"{flag} is {text!r}: a task is listed twice; give it a weight instead: TASK=2.")
