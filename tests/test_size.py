@@ -7,25 +7,25 @@ from pathlib import Path
 from source_trees import nodes_of
 
 PACKAGE = Path(__file__).parent.parent / "slime"
-# Lines of Python per folder, together at most 89,240. A budget may move to another folder in a commit
+# Lines of Python per folder, together at most 89,630. A budget may move to another folder in a commit
 # that says why.
 BUDGETS: dict[str, int] = {
-    "agent": 8672,
+    "agent": 8866,
     "algorithms": 2033,
     "arguments": 6322,
     "backends": 13244,
     "batch": 1026,
     "catalog": 1821,
     "cli": 7652,
-    "cluster": 6881,
+    "cluster": 6882,
     "dashboard": 1720,
     "data": 1014,
     "engines": 7175,
     "liveness": 1214,
     "observability": 2376,
     "preflight": 2291,
-    "record": 2672,
-    "rollout": 6944,
+    "record": 2679,
+    "rollout": 7128,
     "runtime": 1659,
     "simulation": 1950,
     "step": 1843,
@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "weight_sync": 2397,
     "wire and rest": 2311,
 }
-STATEMENTS = 56_430
+STATEMENTS = 56_715
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -12,19 +12,21 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 from uuid import uuid4
 
 from slime.agent.engine_access import Made, Policy, policy_of
 from slime.agent.history import THOUGHTS, conversation, find_continued, remember
 from slime.agent.parsing import ParsedModelOutput, Parser, parser_for, plain_parser
+from slime.agent.recorded_turns import Asked, RecordedTurns
 from slime.agent.rendering import Renderer
 from slime.agent.shown_pictures import Placed, images_of
 from slime.agent.trajectory import Message, TurnNode, TurnRecord, TurnTree, samples_of
 from slime.arguments import PluginArgs
 from slime.data.mix import mix64
 from slime.observability.rollout_metrics import AGENT_KEY
+from slime.rollout import episode_record
 from slime.rollout.generation.client_requests import ClientRequests
 from slime.rollout.generation.turn_gate import RolloutEnded, gate_for_session
 from slime.rollout.prompt_groups import without_response
@@ -95,29 +97,6 @@ def seed_of_episode(args: PluginArgs, sample: Sample) -> int:
     return mix64(args.rollout_seed, sample.index or 0, int(sample.metadata.get("attempt", 0)))
 
 
-@dataclass(slots=True)
-class Asked:
-    """A turn that was accepted and has no response yet."""
-
-    prompt_ids: Sequence[int]
-    sampling: dict[str, Any]
-    parent: TurnNode | None
-    new_messages: list[Message]
-    tools: list[Any]
-    opens_thought: bool
-    fork: str | None  # why history was rendered again; None: it was not
-    number: int  # of the turn, counted from 1, with retries
-    changed: dict[str, Any]  # sampling that this turn set itself
-    images: list[Placed]  # of the whole prompt
-    untrained: str | None = None  # the client's sampling because of which the turn is not trained
-    at: float = field(default_factory=time.monotonic)
-
-    @property
-    def known(self) -> int:
-        """The number of prompt ids that exist in the turn it continues."""
-        return self.parent.num_ids if self.parent is not None else 0
-
-
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
     """A response of the policy: tokens, text, and the message to append to the conversation."""
@@ -165,6 +144,8 @@ class Session:
         self.num_tool_errors = 0  # counted by the code that runs the tools
         self.metadata: dict[str, Any] = {}  # of the episode; added to each sample's metadata["session"]
         self._num_asked = 0
+        record = episode_record.current()  # a session that is created elsewhere is not recorded
+        self.past = RecordedTurns(record, self.session_id) if record is not None else None
         self.refused: SessionError | None = None  # why the first turn was that was refused
         self._last_answer_at: float | None = None
 
@@ -219,15 +200,21 @@ class Session:
     async def generate(self, asked: Asked) -> Made:
         """Return the response to an accepted turn; the caller records it, or drops it.
 
-        RolloutEnded if the rollout ends first.
+        It is a recorded one where a crash made its episode resume. RolloutEnded if the rollout ends first.
         """
+        if self.past is not None and (made := self.past.find(asked, exact=self.client is None)) is not None:
+            self._num_asked = max(self._num_asked, asked.number)
+            return made
         client, images = self.client, images_of(asked.prompt_ids, asked.images, self.renderer.processor)
         sent = client.sending(trained=asked.untrained is None) if client is not None else nullcontext()
         try:
             with self.gate.entered(), sent:
-                return await self.policy.generate(
+                made = await self.policy.generate(
                     asked.prompt_ids, asked.sampling, session=self.session_id, images=images
                 )
+            if self.past is not None:
+                await self.past.add(asked, made, of_client=client is not None)
+            return made
         except RolloutEnded as ended:
             self.end("aborted", str(ended))
             raise
@@ -244,6 +231,8 @@ class Session:
         messages, tools = list(messages), list(tools or ())
         try:
             self._check_open()
+            if self.past is not None and self.client is not None:
+                self.past.restore(self, messages, tools)
             ids, parent, new, fork, images = self.prompt(messages, tools, after)
             sampling = self.client.used(sampling or {}) if self.client is not None else sampling or {}
             params = self._sampling_for(len(ids), sampling)
@@ -333,6 +322,8 @@ class Session:
         )
         node = self.tree.add(turn, asked.parent)
         node.images = [one for one in asked.images if one.start >= asked.known]
+        if self.past is not None:
+            self.past.place(node)
         now = time.monotonic()
         node.details = {
             "tool_calls": [use["name"] for use in parsed.tool_uses],
@@ -346,6 +337,15 @@ class Session:
         message = self.message_of(asked, parsed)
         remember(node, asked.new_messages, message, asked.tools)
         return TurnAnswer(message, made, node, parsed)
+
+    def asked_before(
+        self, parent: TurnNode | None, added: Sequence[int], made: Made, **fields: Any
+    ) -> tuple[Asked, ParsedModelOutput]:
+        """Return a turn of an earlier start as it was asked, and its parsed response."""
+        ids = (parent.ids() if parent is not None else array("i")) + array("i", added)
+        asked = Asked(ids, {}, parent, images=[], **fields)
+        self._num_asked = max(self._num_asked, asked.number)
+        return asked, self.parser(self.text_of(made), asked.tools, asked.opens_thought)
 
     def message_of(self, asked: Asked, parsed: ParsedModelOutput) -> Message:
         """Return the response as a chat message; ids of calls are unique in a session."""
@@ -400,6 +400,8 @@ class Session:
         `metadata["turns"]` has a span for each turn, `metadata["session"]` the outcome of the episode.
         """
         self.end()
+        if self.past is not None:
+            self.past.close()
         facts = {
             "id": self.session_id,
             "outcome": self.outcome,

@@ -211,7 +211,7 @@ def _walk_calls(rows: list[LedgerRow], kept: dict[int, list[LedgerRow]], found: 
     called: set[str] = set()
     episodes: dict[tuple[int | None, int | None], list[str]] = {}
     for row in rows:
-        if row.event not in ("called", "replied", "continued"):
+        if row.event not in ("called", "replied", "continued", "restarted"):
             continue
         about = json.loads(row.value or "{}")
         call = str(about["id"])

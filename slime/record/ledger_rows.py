@@ -6,7 +6,9 @@
     called     a tool or an environment is about to be called in an episode; `value`: the id of the call, and
                whether it may be repeated
     replied    a call has returned; `value`: its id
+    answered   a turn of a session is recorded; `value`: the name of its episode
     continued  an episode resumed after a crash; `value`: the id of its next call, and by what
+    restarted  an episode started again after a crash; `value`: the id of its first call, and why
     scored     samples got rewards; `value`: the reward of each index, or the rewards of a group in order
     kept       a group is part of the batch of this rollout; `value`: the indices of its samples
     dropped    a group left the run; `value`: filtered or failed, with the reason
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 Event = Literal[
     "issued", "generated", "recalled", "scored", "kept", "dropped", "returned", "cut", "made",
     "consumed", "committed", "evaluated", "resumed", "called", "replied", "continued",
+    "answered", "restarted",
 ]  # fmt: skip
 Key = tuple[int, int, int, int | None]  # index, attempt, response tokens at the start, newest weights
 # After these events the file is synced to the disk.
@@ -119,9 +122,13 @@ class KeepEpisode:
     group_index: int | None
     settings: str
     version: int | None
-    payload: bytes
+    payload: bytes | None  # None: it holds something that cannot be stored
 
     def __call__(self, connection: sqlite3.Connection) -> None:
+        if self.payload is None:
+            where = "sample_index = ? AND attempt = ? AND started = ?"
+            connection.execute(f"DELETE FROM ledger_episodes WHERE {where}", self.key)
+            return
         values = (*self.key, self.group_index, self.settings, self.version, self.payload)
         connection.execute("INSERT OR REPLACE INTO ledger_episodes VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 

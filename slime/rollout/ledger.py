@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from slime.record.ledger_rows import (
@@ -61,6 +63,7 @@ class Ledger:
     """Reports the events of one run. `settings`: digest of what samples depend on; others' are not recalled.
 
     `keeps`: store finished samples until a checkpoint covers them (a run without checkpoints never resumes).
+    `folder`: for files of unfinished episodes, such as those of their sandboxes.
     `any_version`: samples of other weights than the engines hold may be used (the pool judges their age).
     """
 
@@ -73,11 +76,14 @@ class Ledger:
         any_version: bool = False,
         known: Mapping[Key, FinishedEntry] | None = None,
         episodes: Mapping[Key, FinishedEntry] | None = None,
+        folder: Path | None = None,
     ):
+        self._folder = folder
         self._writer, self.settings = writer, settings
         self._keeps, self._any_version = keeps, any_version
         self._known = dict(known or {})
         self._episodes = dict(episodes or {})  # unfinished, as their last recorded turns left them
+        self._sessions: set[str | None] | None = None  # of these, once they are asked for
         self._rollout = 0  # that events belong to
         self._version: int | None = None  # of the engines when it began
         self._open: dict[int, Group] = {}  # groups handed out and not decided
@@ -170,17 +176,36 @@ class Ledger:
     def progressed(self, event: Event, origin: Sample, value: str, sample: Sample | None = None) -> None:
         """Report a call of an episode. `sample`: keep the episode as it is now."""
         keep, key = None, _key(origin)
-        payload = _encode_samples([sample], is_fan_out=False) if sample is not None else None
-        if sample is not None and payload is not None and key is not None:
+        if sample is not None and key is not None:
             newest = newest_version([sample])
             version = self._version if newest is None else newest
-            self._episodes[key] = FinishedEntry(version, payload)
+            payload = _encode_samples([sample], is_fan_out=False)
             keep = KeepEpisode(key, origin.group_index, self.settings, version, payload)
+            self._know_episode(keep)
         self._note(event, **_about(origin), value=value, also=keep)
+
+    def _know_episode(self, keep: KeepEpisode) -> None:
+        self._episodes.pop(keep.key, None)
+        if keep.payload is not None:
+            self._episodes[keep.key] = FinishedEntry(keep.version, keep.payload)
+
+    def files_of(self, origin: Sample) -> Path | None:
+        """Return the folder for files of an unfinished episode, which may not exist."""
+        key = _key(origin)
+        return None if self._folder is None or key is None else self._folder / "-".join(map(str, key))
 
     async def written(self) -> None:
         """Return when every event until now is on the disk, or was logged as missing."""
         await self._writer.written()
+
+    def sessions_to_come(self) -> set[str | None]:
+        """Return the session ids of the episodes that an earlier start has not finished."""
+        if self._sessions is None:
+            self._sessions = set()
+            for entry in list(self._episodes.values()):
+                with contextlib.suppress(ValueError, TypeError, LookupError):
+                    self._sessions.add(entry.load()[0][0].get("session_id"))
+        return self._sessions
 
     def episodes_of(self, group: Group) -> dict[Key, FinishedEntry]:
         """Return the unfinished episodes of a group, for the worker that continues them."""
@@ -195,8 +220,9 @@ class Ledger:
         key = _key(origin)
         if key is None or is_finished(origin):
             return
-        self._episodes.pop(key, None)
         assert isinstance(origin, Sample), "only samples have a key"
+        if self._episodes.pop(key, None) is not None and (files := self.files_of(origin)) is not None:
+            shutil.rmtree(files, ignore_errors=True)
         samples = flatten_samples([made])
         is_whole = all(s.status in FINISHED and s.reward_failure is None for s in samples)
         is_scored = any(s.reward is not None or s.reward_failure is not None for s in samples)
@@ -235,14 +261,15 @@ class Ledger:
 
     def for_worker(self) -> dict[str, Any]:
         """Return the arguments of a worker's ledger, which sends its events to this one."""
-        return {"settings": self.settings, "keeps": self._keeps, "any_version": self._any_version}
+        own = {"keeps": self._keeps, "any_version": self._any_version, "folder": self._folder}
+        return {"settings": self.settings, **own}
 
     def forward(self, note: AnyNote) -> None:
         """Report an event of a worker; it belongs to the current rollout of this process."""
         if isinstance(note, Finished):
             self._episodes.pop(note.key[:3], None)
         elif isinstance(note.also, KeepEpisode):
-            self._episodes[note.also.key] = FinishedEntry(note.also.version, note.also.payload)
+            self._know_episode(note.also)
         self._writer.note(note._replace(rollout=self._rollout))
 
     def restarted(self, group: Group, reason: str) -> None:

@@ -86,7 +86,16 @@ MODES |= {
     "an environment that recognises repeated steps": {**AGENT, "env": "garden.py:Garden"},
     "an environment whose steps are never repeated": {**AGENT, "env": "garden.py:Once"},
 }
-AGENTS = [mode for mode, values in MODES.items() if "turn_max_response_len" in values]
+# Generate functions with a session of twelve turns.
+SESSION = {"script": "train.py", "custom_rm_path": None, "rollout_max_response_len": 160}
+MODES |= {
+    what: {**SESSION, "custom_generate_function_path": f"agent.py:{function}"}
+    for what, function in {
+        "a session whose tool calls are never repeated": "once",
+        "a session whose tool recognises repeated calls": "again",
+    }.items()
+}
+AGENTS = [mode for mode, values in MODES.items() if values.get("rollout_max_response_len") == 160]
 ALWAYS = list(MODES)[:4]
 MORE_WEIGHTS = {"SGLang behind its router": {"router": 3}}
 # Engines that promise no bits: what is trained on is conserved, and need not be the same.
@@ -143,6 +152,57 @@ class Garden(Once):
         if not self.effects.exists() or call_id not in self.effects.read_text().split():
             super().act(call_id)
 '''
+AGENT_FUNCTIONS = '''
+"""Agents of twelve turns, each followed by a call of a tool; a call is an effect outside of the run."""
+import os
+from pathlib import Path
+
+from slime.agent.session import Budget, Session
+from slime.agent.tools import ToolSet, call_id
+
+BUDGET = Budget(max_new_tokens=4)
+
+
+def plant(text: str) -> str:
+    """Plants."""
+    if call_id() is not None:  # of an evaluation nothing is recorded
+        with open(os.environ["GARDEN_EFFECTS"], "a") as file:
+            file.write(f"{call_id()}\\n")
+    return f"n{text.count('a')}"
+
+
+def plant_again(text: str) -> str:
+    """Plants what it has not planted."""
+    effects = Path(os.environ["GARDEN_EFFECTS"])
+    if effects.exists() and call_id() in effects.read_text().split():
+        return f"n{text.count('a')}"
+    return plant(text)
+
+
+plant_again.repeatable = True
+
+
+async def once(args, sample, params):
+    return await play(args, sample, params, ToolSet([plant]))
+
+
+async def again(args, sample, params):
+    return await play(args, sample, params, ToolSet([plant_again]))
+
+
+async def play(args, sample, params, tools):
+    session = Session.of_run(args, sample, params, budget=BUDGET)
+    [name] = tools.by_name
+    messages = [{"role": "user", "content": str(sample.prompt)}]
+    for turn in range(12):
+        answer = await session.turn(messages)
+        function = {"name": name, "arguments": {"text": answer.text}}
+        [result] = await tools.answer([{"id": f"{session.session_id}-{turn}", "function": function}])
+        messages += [answer.message, {"role": "user", "content": result["content"]}]
+    said = "".join(message["content"] for message in messages if message["role"] == "assistant")
+    reward = said.count("a") / len(said or " ") + 0.01 * (int(sample.index) % 7)
+    return session.samples(sample, reward=reward, extra_metadata=tools.counts, args=args)
+'''
 # Never the same in two runs, killed or not: times, and what was in a cache.
 _TIMED = (
     "perf/",
@@ -163,7 +223,8 @@ MILD = ("engine", "reward worker", "router")
 WEIGHTS = {"driver": 5, "engine": 3, "trainer": 3, "reward worker": 2, "router": 0}
 OFTEN = {"generation": 10, "scoring": 10, "ledger write": 10}
 TURNS = ["step of an environment", "call recorded", "result recorded", "generation"]
-OFTEN_IN_AGENTS = {**dict.fromkeys(TURNS, 140), "ledger write": 10}
+SESSION_TURNS = ["turn of a session", "turn recorded", "tool call", "result of a tool call"]
+OFTEN_IN_AGENTS = {**dict.fromkeys([*TURNS, *SESSION_TURNS], 140), "ledger write": 10}
 
 
 @dataclass
@@ -175,6 +236,7 @@ class Result:
     starts: int = 0
     wrong: list[str] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)  # where the same was not promised
+    episodes: list[int] = field(default_factory=lambda: [0, 0])  # that continued, and that started again
 
 
 def make_world(folder: Path) -> Path:
@@ -185,13 +247,15 @@ def make_world(folder: Path) -> Path:
     (folder / "eval.jsonl").write_text("".join(rows.splitlines(keepends=True)[:2]))
     (folder / "reward.py").write_text(REWARD)
     (folder / "garden.py").write_text(GARDEN)
+    (folder / "agent.py").write_text(AGENT_FUNCTIONS)
     return folder
 
 
 def settings(world: Path, run: str, mode: str, num_rollout: int) -> tuple[str, list[str]]:
     values = dict(MODES[mode])
     script = values.pop("script")
-    values |= {"env": world / values["env"]} if "env" in values else {}
+    for name in ("env", "custom_generate_function_path"):
+        values |= {name: world / values[name]} if name in values else {}
     values |= {"record_dir": world / f"{run}-local"} if values.get("record_dir") == LOCAL else {}
     more = {
         "num_rollout": num_rollout,
@@ -241,10 +305,11 @@ def start(world: Path, run: str, mode: str, num_rollout: int, plans: list[dict])
 def draw_plans(draw: random.Random, mode: str) -> list[dict]:
     """Up to four strikes of one start; those after one that ends the run are never reached."""
     weights = {**WEIGHTS, **MORE_WEIGHTS.get(mode, {})}
+    turns = TURNS if "env" in MODES[mode] else SESSION_TURNS
     return [
         {
             "point": (
-                point := draw.choice(TURNS if mode in AGENTS and draw.random() < 0.7 else list(POINTS))
+                point := draw.choice(turns if mode in AGENTS and draw.random() < 0.7 else list(POINTS))
             ),
             "nth": draw.randint(1, (OFTEN_IN_AGENTS if mode in AGENTS else OFTEN).get(point, 2)),
             "delay_s": draw.choice([0, 0, 0.003, 0.03, 0.2]),
@@ -279,6 +344,8 @@ def chain(world: Path, run: str, mode: str, num_rollout: int, draw: random.Rando
         same_promised = mode not in CONSERVES_ONLY
         result.wrong += [line for line in found if same_promised or line.startswith("audit")]
         result.differs += [line for line in found if line not in result.wrong]
+        last = audited(world, run)
+        result.episodes = [last.continued, last.restarted]
     return result
 
 
@@ -383,15 +450,19 @@ def reference(world: Path, mode: str, num_rollout: int) -> str:
 def table(results: list[Result]) -> str:
     """What was seen, as Markdown: by way of running, then by place and process."""
     lines = [
-        "| what was running | chains | kills | starts | lost or trained twice | other ends |",
-        "|---|---|---|---|---|---|",
+        "| what was running | chains | kills | starts | lost, trained or called twice | other ends "
+        "| episodes continued, restarted |",
+        "|---|---|---|---|---|---|---|",
     ]
     for mode in dict.fromkeys(r.mode for r in results):
         own = [r for r in results if r.mode == mode]
         bad = sum(any(w.startswith("audit") for w in r.wrong) for r in own)
         other = sum(any(not w.startswith("audit") for w in r.wrong) for r in own)
         kills, starts = sum(len(r.kills) for r in own), sum(r.starts for r in own)
-        lines.append(f"| {mode} | {len(own)} | {kills} | {starts} | {bad} | {other} |")
+        continued, restarted = (sum(r.episodes[n] for r in own) for n in (0, 1))
+        lines.append(
+            f"| {mode} | {len(own)} | {kills} | {starts} | {bad} | {other} | {continued}, {restarted} |"
+        )
     counts = Counter((kill["point"], kill["target"]) for r in results for kill in r.kills)
     targets = [target for target in TARGETS if any(t == target for _, t in counts)]
     lines += ["", "| where | " + " | ".join(targets) + " |", "|---" * (len(targets) + 1) + "|"]

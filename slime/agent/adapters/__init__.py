@@ -44,19 +44,24 @@ _lock = threading.Lock()
 _adapters: dict[str, AgentAdapter] = {}
 
 
-async def adapter_of(args: PluginArgs, **options: Any) -> AgentAdapter:
+async def adapter_of(
+    args: PluginArgs, *, host: str = "127.0.0.1", port: int = 0, **options: Any
+) -> AgentAdapter:
     """Return this process's adapter for the policy of a run, started on first use.
 
-    `options` of the first call go to `BaseAdapter`. The adapter ends with the process.
+    `options` of the first call go to `BaseAdapter`. The adapter ends with the process; programs that outlive
+    the process find the next one at the same `port`.
     """
-    return await asyncio.to_thread(_adapter_of, args, options)
+    return await asyncio.to_thread(_adapter_of, args, host, port, options)
 
 
-def _adapter_of(args: PluginArgs, options: dict[str, Any]) -> AgentAdapter:
+def _adapter_of(args: PluginArgs, host: str, port: int, options: dict[str, Any]) -> AgentAdapter:
     url = engines_url(args)
     with _lock:
         if url not in _adapters:
             if args.multimodal_keys:
                 options = {"processor": load_processor(args.hf_checkpoint), **options}
-            _adapters[url] = AgentAdapter(load_tokenizer(args.hf_checkpoint), url, **options).start()
+            _adapters[url] = AgentAdapter(load_tokenizer(args.hf_checkpoint), url, **options).start(
+                host, port
+            )
         return _adapters[url]

@@ -25,6 +25,7 @@ from slime.agent.parsing import parser_for
 from slime.agent.rendering import History, Renderer
 from slime.agent.session import Asked, Budget, Session
 from slime.arguments import PluginArgs
+from slime.rollout import ledger
 from slime.rollout.generation.client_requests import ClientRequests
 from slime.utils import http_utils
 from slime.utils.browser_guard import browser_guard
@@ -211,6 +212,9 @@ class BaseAdapter:
             return held
         if key in self._over:
             raise ApiError(503, "closed", "this session is over", retry=False)
+        durable = ledger.current()
+        if durable is not None and key in durable.sessions_to_come():
+            raise ApiError(503, "engine", "this session resumes soon: its run was started again")
         raise ApiError(
             401, "auth", f"Incorrect API key provided: {key[:24]!r} belongs to no session.", retry=False
         )
@@ -270,6 +274,16 @@ class BaseAdapter:
         """Generate a response and write it; record it once it is written."""
         call = self._read(protocol, body)
         asked = held.session.ask(call.messages, call.tools, call.sampling)
+        try:
+            return await self._respond(request, held, call, asked, protocol)
+        except BaseException:
+            if held.session.past is not None:
+                held.session.past.forget(asked)
+            raise
+
+    async def _respond(
+        self, request: web.Request, held: _Open, call: Call, asked: Asked, protocol: ClientDialect
+    ) -> web.StreamResponse:
         work = asyncio.ensure_future(held.session.generate(asked))
         response: web.StreamResponse | None = None
         try:

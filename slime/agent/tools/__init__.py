@@ -13,6 +13,7 @@ from slime.agent.tools.registry import (
     tool_of,
 )
 from slime.agent.tools.search import Corpus
+from slime.rollout.episode_record import call_id
 
 __all__ = [
     "BoxTools",
@@ -26,5 +27,6 @@ __all__ = [
     "answer_with_tools",
     "calculate",
     "calculator",
+    "call_id",
     "tool_of",
 ]

@@ -33,6 +33,9 @@ def calculator(expression: Annotated[str, "like (3 + 4) * 2 ** 5, sqrt(2), 17 % 
     return calculate(expression)
 
 
+calculator.repeatable = True  # type: ignore[attr-defined]
+
+
 def calculate(expression: str) -> str:
     """Return the value as text: whole numbers in full, others to twelve digits; ToolError: there is none."""
     if len(expression) > _MAX_CHARS:

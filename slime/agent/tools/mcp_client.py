@@ -118,16 +118,21 @@ class McpServer:
     async def _listed(self, session: Any) -> list[Tool]:
         from mcp.types import PaginatedRequestParams
 
-        tools, cursor = [], None
+        tools: list[Tool] = []
+        cursor = None
         while True:
             page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor) if cursor else None)
-            tools += [
-                Tool(one.name, one.description or "", one.input_schema, partial(self._call, one.name))
-                for one in page.tools
-            ]
+            tools += map(self._as_tool, page.tools)
             cursor = page.next_cursor
             if not cursor:
                 return tools
+
+    def _as_tool(self, one: Any) -> Tool:
+        call: Any = partial(self._call, one.name)
+        hints = one.annotations
+        call.repeatable = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
+        call.survives = isinstance(self._server, str) or bool(hints and hints.read_only_hint)
+        return Tool(one.name, one.description or "", one.input_schema, call)
 
     async def _call(self, tool: str, /, **arguments: Any) -> str:
         if self._session is None:

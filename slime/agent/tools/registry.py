@@ -17,9 +17,11 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from slime.agent.session import Session, SessionError
+from slime.rollout import episode_record
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +50,31 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool: `parameters` is the JSON schema of an object whose entries `call` takes as keywords."""
+    """A tool: `parameters` is the JSON schema of an object whose entries `call` takes as keywords.
+
+    After a crash (`repeatable`, `survives`): docs/agents.md. Both are attributes of `call`, or of its object.
+    """
 
     name: str
     description: str
     parameters: dict[str, Any]
     call: Callable[..., Any]
+
+    @property
+    def owner(self) -> Any:
+        return getattr(self.call, "__self__", None)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a call may be made again."""
+        return bool(getattr(self.call, "repeatable", getattr(self.owner, "repeatable", False)))
+
+    @property
+    def survives(self) -> bool:
+        """Whether what calls change outlives this process, or is in what the tool's object saves."""
+        is_plain = isinstance(self.call, types.FunctionType) and not self.call.__closure__
+        own = is_plain or callable(getattr(self.owner, "save", None))
+        return bool(getattr(self.call, "survives", getattr(self.owner, "survives", own)))
 
     def schema(self) -> dict[str, Any]:
         """Return the description that chat templates and OpenAI's API take."""
@@ -143,21 +164,33 @@ class ToolSet:
         """Run the calls of a turn and return tool messages (arguments may be a dict or JSON text)."""
 
         async def message(identity: Any, name: str, arguments: Any) -> dict[str, Any]:
-            result = await self.call(name, arguments)
+            result = await self.call(name, arguments, call_id=identity)
             return {"role": "tool", "tool_call_id": identity, "name": name, "content": result.text}
 
         asked = [(call.get("id"), call["function"]) for call in calls]
         return await asyncio.gather(*(message(i, f["name"], f.get("arguments")) for i, f in asked))
 
-    async def call(self, name: str, arguments: Any = None) -> ToolResult:
-        """Run one call with the arguments that the model wrote."""
+    async def call(self, name: str, arguments: Any = None, *, call_id: Any = None) -> ToolResult:
+        """Run one call with the arguments that the model wrote.
+
+        In a recorded episode a call that a crash has interrupted, or has come after, is not made twice.
+        """
         self.num_calls += 1
+        record, tool = episode_record.current(), self.by_name.get(name)
+        if record is None or tool is None:
+            text, is_error = await self._result(name, arguments)
+        else:
+            how = {"repeatable": tool.repeatable, "survives": tool.survives, "owner": tool.owner}
+            make = partial(self._result, name, arguments)
+            text, is_error = await record.once([name, arguments, call_id], make, **how)
+        self.num_errors += is_error
+        return ToolResult(text, is_error)
+
+    async def _result(self, name: str, arguments: Any) -> list[Any]:
         try:
-            result = ToolResult(shorten(await self._run(name, arguments), self.max_chars))
+            return [shorten(await self._run(name, arguments), self.max_chars), False]
         except ToolError as error:
-            result = ToolResult(f"error: {error}", is_error=True)
-        self.num_errors += result.is_error
-        return result
+            return [f"error: {error}", True]
 
     async def _run(self, name: str, arguments: Any) -> str:
         tool = self.by_name.get(name)

@@ -14,6 +14,8 @@ class Corpus:
     Example: `ToolSet([Corpus(["Rome is in Italy.", "Oslo is in Norway."]).search])`.
     """
 
+    repeatable = survives = True
+
     def __init__(self, documents: Sequence[str]):
         if not documents:
             raise ValueError("a corpus needs at least one document")

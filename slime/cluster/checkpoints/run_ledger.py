@@ -100,6 +100,7 @@ def open_ledger(args: Args, run: Run, recording: Recording, resume: Resume) -> L
         any_version=pool and not args.deterministic_mode,
         known=known,
         episodes=episodes,
+        folder=run.run_dir / "episodes",
     )
     ledger.resumed(resume.committed, resume.last_made)
     return ledger
