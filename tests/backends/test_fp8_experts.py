@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from expert_helpers import outputs, slow, tensors, tiny_mixture
 from trainer_helpers import backend_of, random_samples, train, trainer_args
 
+from slime.algorithms.model_parts import decoder_layers
 from slime.backends.experts.experts_operator import gated_experts
 from slime.backends.experts.fp8_experts import _Layout
 from slime.backends.fp8.linear import _Product
 from slime.backends.fsdp import grouped_experts
-from slime.backends.fsdp.layer_execution import decoder_layers
 
 CPU = torch.device("cpu")
 
