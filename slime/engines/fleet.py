@@ -288,6 +288,7 @@ class EngineFleet:
                 *(server.plan.name, error),
             )
             follow = self._await_machine
+            self._deaths.remove(now)  # only engines that die on machines that work end the run
         name = f"restart of {server.plan.name}"
         threading.Thread(target=follow, args=(server,), name=name, daemon=True).start()
 

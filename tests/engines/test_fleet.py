@@ -215,6 +215,26 @@ def test_an_engine_of_a_lost_machine_returns_with_it(make, monkeypatch, caplog):
     assert caplog.text.count("the run continues with the other engines until its machine is back") == 1
 
 
+def test_lost_machines_do_not_count_as_deaths_of_engines(make, monkeypatch):
+    monkeypatch.setattr("slime.engines.fleet._MACHINE_POLL_S", 0.05)
+    fleet = make(size=2, limit=1)
+    fleet.start()
+    server = fleet.servers[1]
+    start, launches = server.launch, []
+
+    def lost_at_first() -> object:
+        launches.append("")
+        if len(launches) % 2:
+            raise MachineLost("no answer from 10.0.0.9")
+        return start()
+
+    server.launch = lost_at_first
+    for returns in range(1, 4):
+        fleet.kill(1)
+        eventually(lambda returns=returns: fleet.fleet.num_restarts == returns)
+    assert not fleet.fleet.failure.done()
+
+
 def test_an_engine_that_cannot_start_again_counts_as_dying(make):
     fleet = make(limit=2)
     fleet.start()
