@@ -117,7 +117,7 @@ def ask_hosts(args: Args, runtime: Runtime, checkpoint: StepFolder | None, *, is
         host: found.unreadable if isinstance(found, Answer) else found for host, found in answers.items()
     }
     problems = [_describe(host, found, flags) for host, found in wrong.items() if found]
-    if problems:
+    if any(found and not isinstance(found, Exception) for found in wrong.values()):
         shared = [flag for flag in flags if flag in shared_folders(args)]
         problems.append(
             "Put these files into a folder that all hosts share (NFS, for example), under the same path on "
@@ -211,7 +211,10 @@ def _token(flag: str, folder: Path, is_start: bool) -> Iterator[Needed]:
 
 def _describe(host: str, found: Mapping[str, list[str]] | Exception, flags: Iterable[str]) -> str:
     if isinstance(found, Exception):
-        return f"Host {host} could not check the files of this run: {found}"
+        return (
+            f"Host {host} could not check the files of this run: {found}\n"
+            "  Ray cannot start a process on a host whose /tmp or memory is full: make room there."
+        )
     lines = [f"Host {host} does not see all files of this run:"]
     for flag in flags:
         reasons = found.get(flag, [])
