@@ -221,7 +221,7 @@ def ten_times_slower(host: Host) -> Iterator[None]:
 
 
 def test_faults_that_pass_change_nothing(calm):
-    """A wrong clock and an almost full disk from the start; then no network for 30 s; then a host that is slow."""
+    """A wrong clock and a nearly full disk from the start; then no network for 30 s; then a slow host."""
     with scene(calm, "passing", ray=one_hour_ahead(calm)) as seen:
         other = seen.hosts[1]
         # Not the last bytes: then Ray could not start a process.
