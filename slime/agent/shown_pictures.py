@@ -83,7 +83,7 @@ def images_of(ids: Sequence[int], placed: Sequence[Placed], processor: Any) -> P
     if not placed:
         return None
     token = encoder_of(processor).image_token_id
-    wire = collapse(ids, [(one.start, one.end) for one in placed], token)
+    wire = collapse(ids, [(one.start, one.end) for one in placed], (token,))
     return PromptImages(wire, tuple(one.shown.url() for one in placed), token)
 
 

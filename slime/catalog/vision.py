@@ -12,11 +12,15 @@ class VisionFamily:
     tower: tuple[str, ...]  # turns pixels into features: the vision model and the projection to text
     grid_positions: bool = False  # image tokens have positions in height and width (mrope)
     tiles: bool = False  # pictures are cut into tiles of one size, and not into rows of patches
+    videos: bool = False  # reads videos too
+    steps_apart: bool = False  # text stands between the steps of a video: each is a grid of its own
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "qwen2_5_vl": VisionFamily("language_model", "Qwen2.5-VL", ("visual",), grid_positions=True),
-    "qwen3_vl": VisionFamily("language_model", "Qwen3-VL", ("visual",), grid_positions=True),
+    "qwen2_5_vl": VisionFamily("language_model", "Qwen2.5-VL", ("visual",), grid_positions=True, videos=True),
+    "qwen3_vl": VisionFamily(
+        "language_model", "Qwen3-VL", ("visual",), grid_positions=True, videos=True, steps_apart=True
+    ),
     "idefics3": VisionFamily("text_model", "Idefics 3", ("vision_model", "connector"), tiles=True),
     "smolvlm": VisionFamily("text_model", "SmolVLM", ("vision_model", "connector"), tiles=True),
 }
@@ -37,3 +41,9 @@ def why_no_images(model_type: str | None) -> str | None:
         return None
     why = _REFUSED.get(model_type or "", "slime does not know it as a vision-language family")
     return f"{model_type}: {why}; images are trained with {', '.join(VISION_FAMILIES)}"
+
+
+def why_no_videos(model_type: str | None) -> str | None:
+    """Return why models of this type cannot receive videos; None: they can."""
+    readers = [name for name, family in VISION_FAMILIES.items() if family.videos]
+    return None if model_type in readers else f"{model_type} reads no videos here; {', '.join(readers)} do"

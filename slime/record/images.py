@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slime.utils.media.pictures import picture_bytes
+from slime.utils.media.pictures import Video, picture_bytes
 from slime.utils.types import Sample
 
 _SIDE, _PIXELS = 512, 1 << 14  # longest side of a copy; images of at most so many pixels keep their size
@@ -33,7 +33,8 @@ def _copy(picture: Any) -> bytes:
         from PIL import Image  # only runs with images need it
 
         # Its own reader of the bytes: another thread may be decoding the picture itself.
-        copy, file = Image.open(io.BytesIO(picture_bytes(picture))).convert("RGB"), io.BytesIO()
+        first = picture.frames[0] if isinstance(picture, Video) else picture
+        copy, file = Image.open(io.BytesIO(picture_bytes(first))).convert("RGB"), io.BytesIO()
         copy.thumbnail((_SIDE, _SIDE))
         copy.save(file, "PNG" if copy.width * copy.height <= _PIXELS else "JPEG")
         return file.getvalue()

@@ -209,7 +209,8 @@ class GenerateRequest:
     stream: bool = False
     session: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)  # engine-specific top-level fields
-    image_data: Sequence[str] = ()  # data URLs, one for each image token of `input_ids`
+    # One for each image token of `input_ids`: data URLs, or videos of them.
+    image_data: Sequence[str | dict[str, Any]] = ()
     num_prompt_tokens: int | None = None  # what the engine must count, images expanded; None: not checked
     forbidden_ids: frozenset[int] = frozenset()  # that no answer may hold: image tokens
     group: str | None = None  # requests of one group may travel as one; None: it goes alone

@@ -244,8 +244,8 @@ def test_tokens_and_images_that_do_not_belong_together_are_named(qwen):
     ("changes", "why"),
     [
         (dict(train_backend="megatron"), "it builds no vision tower"),
-        (dict(multimodal_keys='{"video": "clips"}'), "videos and sound are not trained"),
-        (dict(multimodal_keys='{"image": 3}'), "give the column of images"),
+        (dict(multimodal_keys='{"audio": "clips"}'), "sound is not trained"),
+        (dict(multimodal_keys='{"image": 3}'), "give the columns of images"),
     ],
 )
 def test_what_does_not_go_with_images_is_refused(tmp_path, changes, why):

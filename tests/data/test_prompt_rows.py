@@ -78,5 +78,5 @@ def test_counts_of_media_and_placeholders_must_match():
         fill_media([{"role": "user", "content": "<image><image>"}], {"images": ["a"]}, {"image": "images"})
     with pytest.raises(ValueError, match="fewer placeholders in the prompt than images"):
         fill_media([{"role": "user", "content": "<image>"}], {"images": ["a", "b"]}, {"image": "images"})
-    with pytest.raises(ValueError, match="only a column of images"):
+    with pytest.raises(ValueError, match="only columns of images and videos"):
         fill_media([], {}, {"smell": "x"})

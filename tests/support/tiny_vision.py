@@ -19,10 +19,12 @@ _IDEFICS = (
     *("<end_of_utterance>", *_TILES),
 )
 _IMAGE = {"qwen": "<|vision_start|><|image_pad|><|vision_end|>", "idefics": "<image>"}
+_VIDEO = {"qwen": "<|vision_start|><|video_pad|><|vision_end|>", "idefics": ""}
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"
+    "{% elif part['type'] == 'video' %}VIDEO"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -44,7 +46,8 @@ def make_tokenizer(family: str):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.add_tokens(list(_QWEN if _kind(family) == "qwen" else _IDEFICS), special_tokens=True)
     fast.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
-    fast.chat_template = _TEMPLATE.replace("IMAGE", _IMAGE[_kind(family)])
+    kind = _kind(family)
+    fast.chat_template = _TEMPLATE.replace("IMAGE", _IMAGE[kind]).replace("VIDEO", _VIDEO[kind])
     return fast
 
 

@@ -124,5 +124,5 @@ def test_pictures_of_a_conversation_come_in_order(folder):
 def test_spans_collapse_to_one_token_each():
     tokens = [5, 9, 9, 9, 6, 8, 9, 9, 8, 7]
     assert runs_of(tokens, 9) == [(1, 4), (6, 8)]
-    assert collapse(tokens, runs_of(tokens, 9), 9) == [5, 9, 6, 8, 9, 8, 7]
-    assert collapse(tokens, [(1, 4), (5, 9)], 9) == [5, 9, 6, 9, 7]
+    assert collapse(tokens, runs_of(tokens, 9), (9,)) == [5, 9, 6, 8, 9, 8, 7]
+    assert collapse(tokens, [(1, 4), (5, 9)], (9,)) == [5, 9, 6, 9, 7]

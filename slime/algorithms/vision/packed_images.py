@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime.algorithms.vision.positions import grid_positions
+from slime.algorithms.vision.positions import document_positions, media_ids_of
 from slime.algorithms.vision.towers import Features, Media, image_features, num_image_tokens, smallest_picture
 from slime.catalog.vision import VISION_FAMILIES
 from slime.utils.media.image_tokens import join_inputs
@@ -60,9 +60,9 @@ def pack_images(
 ) -> PackedImages:
     """Join the pictures of the documents; `names` are the samples' names for messages."""
     distinct: dict[int, tuple[int, Media]] = {}  # by id(): first feature, inputs
-    picks, positions, total = [], [], 0
+    picks, positions, total, media_ids = [], [], 0, torch.tensor(media_ids_of(config))
     for tokens, shown, name in zip(documents, media, names, strict=True):
-        count = int((tokens == config.image_token_id).sum())
+        count = int(torch.isin(tokens, media_ids).sum())
         expected = 0 if shown is None else num_image_tokens(config, shown)
         if count != expected:
             raise ValueError(
@@ -80,7 +80,7 @@ def pack_images(
     in_grid = VISION_FAMILIES[config.model_type].grid_positions
     return PackedImages(
         media=joined,
-        rows=(stream == config.image_token_id).nonzero()[:, 0],
+        rows=torch.isin(stream, media_ids).nonzero()[:, 0],
         picks=torch.cat(picks) if picks else torch.zeros(0, dtype=torch.int64),
         positions=torch.from_numpy(np.concatenate(positions, 1))[:, None] if in_grid else None,
     )
@@ -89,9 +89,7 @@ def pack_images(
 def _positions(config: Any, tokens: Tensor, shown: Mapping[str, Any] | None) -> np.ndarray:
     if not VISION_FAMILIES[config.model_type].grid_positions:
         return np.zeros((3, 0), np.int64)
-    grids = [] if shown is None else torch.as_tensor(shown["image_grid_thw"]).tolist()
-    merge = config.vision_config.spatial_merge_size
-    return grid_positions(tokens.tolist(), grids, config.image_token_id, merge)[0]
+    return document_positions(config, tokens.tolist(), shown)[0]
 
 
 def nothing_of(lm: Any, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slime.catalog.vision import VISION_FAMILIES, VisionFamily
+from slime.utils.media.videos import SECONDS
 
 Media = dict[str, Tensor]  # of the processor: pixel_values and what goes with them
 
@@ -55,7 +56,8 @@ def attention_by_tower(name: str) -> dict[str, str]:
 def image_features(lm: Any, media: Media) -> Features:
     """Return the features of all image tokens of the pictures, in their order."""
     pixels = media["pixel_values"].to(lm.get_input_embeddings().weight.dtype)
-    found = lm.base_model.get_image_features(**{**media, "pixel_values": pixels}, return_dict=True)
+    inputs = {name: tensor for name, tensor in media.items() if name != SECONDS}
+    found = lm.base_model.get_image_features(**{**inputs, "pixel_values": pixels}, return_dict=True)
     deep = getattr(found, "deepstack_features", None) or ()
     return Features(_flat(found.pooler_output), tuple(_flat(layer) for layer in deep))
 

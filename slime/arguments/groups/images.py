@@ -7,7 +7,7 @@ from slime.arguments.core.flag import flag, lacks
 from slime.arguments.groups.trainer import FSDP
 from slime.catalog.backends import BACKENDS
 from slime.catalog.engines import ENGINES
-from slime.catalog.vision import VISION_FAMILIES, why_no_images
+from slime.catalog.vision import VISION_FAMILIES, why_no_images, why_no_videos
 from slime.utils.models.model_config import read_config
 
 
@@ -16,7 +16,7 @@ class ImageFlags:
     """Images."""
 
     multimodal_keys: dict | None = flag(
-        None, 'columns of media, as JSON: {"image": "images"}', only_with=lacks("env")
+        None, 'columns of media, as JSON: {"image": "images", "video": "videos"}', only_with=lacks("env")
     )
     freeze_vision_tower: bool = flag(False, "train only the text model of a vision model", only_with=FSDP)
 
@@ -24,21 +24,24 @@ class ImageFlags:
 def images(draft: Draft) -> None:
     """Require a model family for which computation with images was verified."""
     keys = draft.multimodal_keys
-    if keys and (list(keys) != ["image"] or not isinstance(keys["image"], str)):
+    if keys and (not keys.keys() <= {"image", "video"} or not all(isinstance(k, str) for k in keys.values())):
         raise ValueError(
-            f'--multimodal-keys is {keys}: give the column of images, as {{"image": "images"}}; videos and '
-            "sound are not trained."
+            f'--multimodal-keys is {keys}: give the columns of images and videos, as {{"image": "images"}} '
+            'or {"video": "videos"}; sound is not trained.'
         )
     kind = read_config(draft.hf_checkpoint).get("model_type") if draft.hf_checkpoint else None
     if keys and kind is not None and (why := why_no_images(kind)) is not None:
         raise ValueError(f"--multimodal-keys with --hf-checkpoint {draft.hf_checkpoint}: {why}.")
+    videos = "video" in (keys or {})
+    if videos and kind is not None and (why := why_no_videos(kind)) is not None:
+        raise ValueError(f"--multimodal-keys with --hf-checkpoint {draft.hf_checkpoint}: {why}.")
     if (keys or kind in VISION_FAMILIES) and not draft.debug_rollout_only:
         _check_trainer(draft, "--multimodal-keys" if keys else f"a model of type {kind}")
     engine = ENGINES[draft.rollout_engine]
-    if kind in VISION_FAMILIES and not draft.debug_train_only and engine.rules.lacks_images_of(kind):
+    if kind in VISION_FAMILIES and not draft.debug_train_only and engine.rules.lacks_images_of(kind, videos):
+        lacks = "gets no videos from slime" if videos else f"has no model of type {kind}"
         raise ValueError(
-            f"--rollout-engine {draft.rollout_engine}: {engine.label} has no model of type {kind}; use "
-            "--rollout-engine embedded."
+            f"--rollout-engine {draft.rollout_engine}: {engine.label} {lacks}; use --rollout-engine embedded."
         )
 
 

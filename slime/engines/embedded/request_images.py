@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime.algorithms.vision.positions import grid_positions
+from slime.algorithms.vision.positions import document_positions
 from slime.algorithms.vision.towers import Features, image_features
 from slime.catalog.vision import VISION_FAMILIES
 from slime.utils.media.image_tokens import EncodedImage, ImageEncoder, expand, join_inputs
-from slime.utils.media.pictures import open_picture
+from slime.utils.media.pictures import open_media
 
 _FEATURE_BYTES = 1 << 30
 _MAX_IMAGES = 256  # limit of one prompt
@@ -73,31 +73,31 @@ class ImageReader:
         if len(items) > _MAX_IMAGES:
             raise ValueError(f"image_data has {len(items)} images for one prompt: at most {_MAX_IMAGES}")
         images = [self._encode(item, number) for number, item in enumerate(items)]
-        token = self._encoder.image_token_id
-        found = ids.count(token)
+        media_ids = self._encoder.media_ids
+        found = sum(token in media_ids for token in ids)
         if found == len(images):
-            expanded, _ = expand(ids, images, token)
-        elif images and found == sum(image.ids.count(token) for image in images):
+            expanded, _ = expand(ids, images, media_ids)
+        elif images and found == sum(image.num_features for image in images):
             expanded = ids
         else:
+            names = " or ".join(map(str, sorted(media_ids)))
             raise ValueError(
-                f"input_ids has {found} image tokens (id {token}) for {len(images)} images of image_data: "
+                f"input_ids has {found} image tokens (id {names}) for {len(images)} images of image_data: "
                 "write one for each image"
             )
         return self._placed(expanded, images) if images else ImagePrompt(ids)
 
     def _encode(self, item: Any, number: int) -> EncodedImage:
         try:
-            return self._encoder.encode(open_picture(_raw(item)))
+            return self._encoder.encode(open_media(_raw(item)))
         except ValueError as error:
             raise ValueError(f"image_data[{number}]: {error}") from error
 
     def _placed(self, ids: list[int], images: Sequence[EncodedImage]) -> ImagePrompt:
-        token = self._encoder.image_token_id
-        places = np.flatnonzero(np.asarray(ids) == token)
+        places = np.flatnonzero(np.isin(ids, list(self._encoder.media_ids)))
         placed, start = [], 0
         for image in images:
-            count = image.ids.count(token)
+            count = image.num_features
             placed.append(PlacedImage(image, places[start : start + count]))
             start += count
         keys = list(ids)
@@ -105,13 +105,19 @@ class ImageReader:
             keys[place] = key
         if not self._in_grid:
             return ImagePrompt(ids, tuple(placed), keys)
-        grids = [grid for image in images for grid in image.tensors["image_grid_thw"].tolist()]
-        positions, after = grid_positions(ids, grids, token, self._config.vision_config.spatial_merge_size)
+        media = join_inputs([image.tensors for image in images])
+        positions, after = document_positions(self._config, ids, media)
         return ImagePrompt(ids, tuple(placed), keys, positions, after - len(ids))
 
 
 def _raw(item: Any) -> Any:
-    """Return the image data to decode, from a data URL or bare base64; paths and URLs are refused."""
+    """Return the image data to decode, from a data URL or bare base64; paths and URLs are refused.
+
+    A video is a part of a message, {"type": "video", "video": frames, "fps": number}.
+    """
+    if isinstance(item, dict) and item.get("type") == "video":
+        frames = item.get("video")
+        return {**item, "video": [_raw(f) for f in frames] if isinstance(frames, list) else None}
     if isinstance(item, dict):
         item = item.get("url", item)
     if not isinstance(item, str):
@@ -151,9 +157,9 @@ class FeatureCache:
             return
         inputs = join_inputs([image.tensors for image in missing.values()])
         made = image_features(self._model, {name: tensor.to(self._device) for name, tensor in inputs.items()})
-        start, token = 0, self._model.config.image_token_id
+        start = 0
         for key, image in missing.items():
-            count = image.ids.count(token)
+            count = image.num_features
             self._made[key] = made.part(start, start + count)
             start += count
         self.num_computed += len(missing)

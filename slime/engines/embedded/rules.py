@@ -39,8 +39,8 @@ def check_adapter_sync(draft: Draft, own_requests: str | None) -> None:
     """Accept every run: the model stays when memory is released, and all requests get the adapters."""
 
 
-def lacks_images_of(model_type: str) -> bool:
-    """Return whether the engine cannot serve this type of vision-language model."""
+def lacks_images_of(model_type: str, videos: bool = False) -> bool:
+    """Return whether the engine cannot serve this type of vision-language model, or its videos."""
     return False
 
 

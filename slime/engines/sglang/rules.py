@@ -76,6 +76,6 @@ def check_adapter_sync(draft: Draft, own_requests: str | None) -> None:
         )
 
 
-def lacks_images_of(model_type: str) -> bool:
-    """Return whether the engine cannot serve this type of vision-language model."""
-    return model_type in ("idefics3", "smolvlm")
+def lacks_images_of(model_type: str, videos: bool = False) -> bool:
+    """Return whether the engine cannot serve this type of vision-language model, or its videos."""
+    return videos or model_type in ("idefics3", "smolvlm")

@@ -12,6 +12,7 @@ from slime.rollout.data_source import DataSource
 from slime.rollout.generation.sample_images import encode_prompt_with_images, pictures_of
 from slime.rollout.prompt_groups import Group, Outcome, describe
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+from slime.utils.media.image_tokens import encoder_of
 from slime.utils.processing_utils import load_processor
 from slime.utils.types import Sample
 
@@ -96,9 +97,9 @@ def _with_images(args: PluginArgs, sample: Sample, ids: list[int], mask: list[in
         raise ValueError(f"--hf-checkpoint {args.hf_checkpoint} has no processor: it takes no images.")
     encode_prompt_with_images(sample, ids, processor)
     out: list[int] = []
-    spans = iter(sample.image_spans or ())
+    spans, media_ids = iter(sample.image_spans or ()), encoder_of(processor).media_ids
     for token, trained in zip(ids, mask, strict=True):
-        if token == processor.image_token_id:
+        if token in media_ids:
             start, end = next(spans)
             out += [0] * (end - start)
         else:

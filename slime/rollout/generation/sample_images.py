@@ -13,12 +13,12 @@ from slime.arguments import PluginArgs
 from slime.data.media import bare_messages
 from slime.rollout.prompt_groups import describe
 from slime.utils.media.image_tokens import collapse, encoder_of, images_key, runs_of
-from slime.utils.media.pictures import open_picture, picture_key, picture_url
+from slime.utils.media.pictures import media_url, open_media, picture_key
 from slime.utils.processing_utils import load_processor, process_vision_info
 from slime.utils.types import Sample
 
 _MAX_URLS = 64
-_urls: dict[str, str] = {}  # of pictures by their keys, since the samples of a group send the same
+_urls: dict[str, str | dict[str, Any]] = {}  # by the pictures' keys: the samples of a group send the same
 _PROBE = [{"role": "user", "content": "?"}]
 
 
@@ -29,7 +29,7 @@ def pictures_of(sample: Sample) -> list[Any]:
 def encode_prompt_with_images(sample: Sample, ids: Sequence[int], processor: Any) -> None:
     """Write the prompt's tokens, spans and train inputs; `ids` has one image token for each picture."""
     encoder = encoder_of(processor)
-    pictures = [open_picture(item) for item in pictures_of(sample)]
+    pictures = [open_media(item) for item in pictures_of(sample)]
     made = encoder.encode_prompt(ids, pictures)
     sample.tokens, sample.image_spans = made.ids, made.spans
     sample.multimodal_train_inputs, sample.multimodal_train_input_id = made.inputs, made.key
@@ -43,12 +43,12 @@ def append_with_images(
     `ids` has one image token for each picture. The next request of the sample sends all pictures so far.
     """
     encoder = encoder_of(processor)
-    new = [open_picture(item) for item in pictures]
+    new = [open_media(item) for item in pictures]
     made = encoder.encode_prompt(ids, new, start=len(sample.tokens))
     sample.append_response_tokens(tokens=made.ids, trainable=False, text=text or None)
     if not new:
         return
-    everything = [*map(open_picture, pictures_of(sample)), *new]
+    everything = [*map(open_media, pictures_of(sample)), *new]
     sample.image_spans = [*(sample.image_spans or []), *made.spans]
     sample.multimodal_inputs = {**(sample.multimodal_inputs or {}), "images": everything}
     encoded = [encoder.encode(picture) for picture in everything]
@@ -99,8 +99,8 @@ def render_new(
     return after.removeprefix(before)
 
 
-def wire_form(args: PluginArgs, sample: Sample) -> tuple[list[int], tuple[str, ...], frozenset[int]]:
-    """Ids with one image token per picture, the pictures as data URLs, and ids that no answer may hold."""
+def wire_form(args: PluginArgs, sample: Sample) -> tuple[list[int], tuple[Any, ...], frozenset[int]]:
+    """Ids with one token per picture or video, these for a request, and ids that no answer may hold."""
     pictures = pictures_of(sample)
     if not pictures:
         return sample.tokens, (), frozenset()
@@ -113,16 +113,16 @@ def wire_form(args: PluginArgs, sample: Sample) -> tuple[list[int], tuple[str, .
         found = f"{describe(sample)} has {len(pictures)} images and tokens of {len(spans)}"
         raise ValueError(f"{found}: set image_spans, or append images with append_with_images.")
     urls = tuple(_url(item) for item in pictures)
-    return collapse(sample.tokens, spans, encoder.image_token_id), urls, frozenset((encoder.image_token_id,))
+    return collapse(sample.tokens, spans, encoder.media_ids), urls, encoder.media_ids
 
 
-def _url(item: Any) -> str:
+def _url(item: Any) -> str | dict[str, Any]:
     if isinstance(item, str):
         return item
-    picture = open_picture(item)
+    picture = open_media(item)
     key = picture_key(picture)
     if key not in _urls:
         if len(_urls) >= _MAX_URLS:
             _urls.clear()
-        _urls[key] = picture_url(picture)
+        _urls[key] = media_url(picture)
     return _urls[key]

@@ -11,13 +11,14 @@ import functools
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.utils.media.pictures import NotAnImage, picture_key, to_rgb
+from slime.utils.media.pictures import NotAnImage, Video, picture_key, to_rgb
+from slime.utils.media.videos import SECONDS, encode_video, reads_videos
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,11 +30,16 @@ _PIXELS = "pixel_values"
 
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
-    """One picture, encoded for a model."""
+    """One picture or video, encoded for a model."""
 
-    ids: tuple[int, ...]  # replace its one image token
+    ids: tuple[int, ...]  # replace its one token
+    token: int  # the id in a prompt, and of each of its features in `ids`
     tensors: dict[str, Tensor]  # output of the processor: pixel_values, image_grid_thw, ...
     key: str  # a hash of its pixels
+
+    @property
+    def num_features(self) -> int:
+        return self.ids.count(self.token)
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +62,8 @@ class ImageEncoder:
     def __init__(self, processor: Any):
         self._processor = processor
         self.image_token_id: int = processor.image_token_id
+        video = (processor.video_token_id,) if reads_videos(processor) else ()
+        self.media_ids = frozenset((self.image_token_id, *video))
         self._made: OrderedDict[str, EncodedImage] = OrderedDict()
         self._joined: OrderedDict[tuple[str, ...], dict[str, Tensor]] = OrderedDict()
         self._held = 0  # bytes of the cached results
@@ -77,6 +85,10 @@ class ImageEncoder:
 
     def _run(self, picture: Any, key: str) -> EncodedImage:
         processor = self._processor
+        if isinstance(picture, Video):
+            frames = [self._run(frame, "").tensors for frame in picture.frames]
+            ids, tensors = encode_video(processor, picture, frames)
+            return EncodedImage(tuple(ids), processor.video_token_id, tensors, key)
         try:
             found = processor(
                 text=[processor.image_token],
@@ -92,10 +104,12 @@ class ImageEncoder:
                 f"the model's processor refuses a picture of {width} x {height} pixels ({error})"
             ) from error
         tensors = {name: found[name] for name in found if hasattr(found[name], "dim")}
-        return EncodedImage(tuple(found["input_ids"][0]), tensors, key)
+        return EncodedImage(tuple(found["input_ids"][0]), self.image_token_id, tensors, key)
 
     def count(self, picture: Any) -> int:
         """Return the number of ids of a picture, computed from its size alone if the processor can."""
+        if isinstance(picture, Video):
+            return len(self.encode(picture).ids)
         width, height = picture.size
         try:
             counts = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
@@ -118,7 +132,7 @@ class ImageEncoder:
     def encode_prompt(self, ids: Sequence[int], pictures: Sequence[Any], *, start: int = 0) -> EncodedPrompt:
         """Expand ids with one image token per picture; spans count from `start`."""
         images = [self.encode(picture) for picture in pictures]
-        expanded, spans = expand(ids, images, self.image_token_id)
+        expanded, spans = expand(ids, images, self.media_ids)
         spans = [(first + start, last + start) for first, last in spans]
         return EncodedPrompt(expanded, spans, self.join(images), images_key(image.key for image in images))
 
@@ -136,19 +150,20 @@ def images_key(keys: Any) -> str | None:
 
 
 def expand(
-    ids: Sequence[int], images: Sequence[EncodedImage], image_token_id: int
+    ids: Sequence[int], images: Sequence[EncodedImage], media_ids: Collection[int]
 ) -> tuple[list[int], list[Span]]:
-    """Replace each image token by the ids of its picture; return the ids and the spans."""
-    found = sum(token == image_token_id for token in ids)
-    if found != len(images):
-        raise ValueError(
-            f"the prompt has {found} image tokens (id {image_token_id}) for {len(images)} images"
-        )
+    """Replace each token of a picture or video by its ids; return the ids and the spans."""
+    found, wanted = [token for token in ids if token in media_ids], [image.token for image in images]
+    if len(found) != len(wanted):
+        names = " or ".join(map(str, sorted(media_ids)))
+        raise ValueError(f"the prompt has {len(found)} image tokens (id {names}) for {len(images)} images")
+    if found != wanted:
+        raise ValueError(f"the prompt has the media tokens {found} for pictures and videos of {wanted}")
     expanded: list[int] = []
     spans: list[Span] = []
     left = iter(images)
     for token in ids:
-        if token == image_token_id:
+        if token in media_ids:
             image = next(left)
             spans.append((len(expanded), len(expanded) + len(image.ids)))
             expanded += image.ids
@@ -157,12 +172,12 @@ def expand(
     return expanded, spans
 
 
-def collapse(tokens: Sequence[int], spans: Sequence[Span], image_token_id: int) -> list[int]:
-    """Invert `expand`: replace each span by one image token. Further tokens may follow."""
+def collapse(tokens: Sequence[int], spans: Sequence[Span], media_ids: Collection[int]) -> list[int]:
+    """Invert `expand`: replace each span by one token. Further tokens may follow."""
     out: list[int] = []
     end = 0
     for start, stop in spans:
-        out += [*tokens[end:start], image_token_id]
+        out += [*tokens[end:start], next(token for token in tokens[start:stop] if token in media_ids)]
         end = stop
     return out + list(tokens[end:])
 
@@ -182,6 +197,8 @@ def join_inputs(parts: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """
     import torch  # imported here: most processes that import this file do not need it
 
+    if any(SECONDS in part for part in parts):
+        parts = [{SECONDS: torch.zeros(len(part["image_grid_thw"])), **part} for part in parts]
     names = {tuple(sorted(part)) for part in parts}
     if len(names) > 1:
         raise ValueError(f"inputs of pictures with different keys cannot be joined: {sorted(names)}")

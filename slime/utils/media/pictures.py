@@ -8,6 +8,7 @@ import hashlib
 import io
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -21,10 +22,45 @@ _SOURCE = "slime_source"  # attribute of a picture: the bytes that it was read f
 # Where a part of a message keeps its picture; the first that is there counts.
 _PLACES = ("bytes", "image", "image_url", "url", "path")
 _SHOWN = 80  # characters of a name in a message
+_FRAMES = (
+    "a video is given as pictures of equal size in their order, such as the files of `ffmpeg -i clip.mp4 -vf "
+    "fps=2 frame-%04d.png`"
+)
+_FPS = 2.0  # frames per second of a video that does not say it
 
 
 class NotAnImage(ValueError):
     """The given value cannot be read as a picture; the message says why."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Video:
+    """The frames of a video. It may be wherever a picture may be."""
+
+    frames: tuple[Any, ...]  # pictures
+    fps: float = _FPS
+
+
+def open_media(item: Any, *, folder: Path | None = None) -> Any:
+    """Open a picture, or a video: {"type": "video", "video": frames, "fps": frames per second}."""
+    if isinstance(item, Video):
+        return item
+    if not isinstance(item, Mapping) or item.get("type") != "video":
+        return open_picture(item, folder=folder)
+    frames: Any = item.get("video")
+    fps = item.get("fps") or _FPS
+    if hasattr(frames, "tolist") and not isinstance(frames, (bytes, bytearray, memoryview)):
+        frames = frames.tolist()  # an array, as parquet gives it
+    if not isinstance(frames, (list, tuple)) or not frames:
+        raise NotAnImage(f"{_short(repr(frames))} is no list of frames: {_FRAMES}")
+    if not isinstance(fps, (int, float)) or fps <= 0:
+        raise NotAnImage(f"fps of a video is {fps!r}: it must be a positive number of frames per second")
+    bounds = {name: item[name] for name in ("min_pixels", "max_pixels") if item.get(name) is not None}
+    try:
+        opened = [open_picture({"image": f} | bounds if bounds else f, folder=folder) for f in frames]
+    except NotAnImage as error:
+        raise NotAnImage(f"a frame of a video: {error}; {_FRAMES}") from None
+    return Video(tuple(opened), float(fps))
 
 
 def open_picture(item: Any, *, folder: Path | None = None) -> Image:
@@ -148,8 +184,11 @@ def to_rgb(picture: Image) -> Image:
         raise NotAnImage(f"the picture's pixels cannot be decoded ({error})") from None
 
 
-def picture_key(picture: Image) -> str:
+def picture_key(picture: Image | Video) -> str:
     """Return a hash of size and pixels; pictures with equal hashes are equal to a model."""
+    if isinstance(picture, Video):
+        whole = repr((picture.fps, [picture_key(frame) for frame in picture.frames]))
+        return hashlib.blake2b(whole.encode(), digest_size=16).hexdigest()
     rgb = to_rgb(picture)
     return hashlib.blake2b(repr(rgb.size).encode() + rgb.tobytes(), digest_size=16).hexdigest()
 
@@ -165,6 +204,13 @@ def picture_url(picture: Image) -> str:
     return "data:image/png;base64," + base64.b64encode(_png(to_rgb(picture))).decode("ascii")
 
 
+def media_url(item: Image | Video) -> str | dict[str, Any]:
+    """Return a picture's data URL; of a video, the part of a message with those of its frames."""
+    if not isinstance(item, Video):
+        return picture_url(item)
+    return {"type": "video", "video": [picture_url(frame) for frame in item.frames], "fps": item.fps}
+
+
 def _png(picture: Image) -> bytes:
     buffer = io.BytesIO()
     kept = picture if picture.mode in ("RGB", "RGBA", "L") else to_rgb(picture)
@@ -176,11 +222,13 @@ def to_plain(inputs: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return `Sample.multimodal_inputs` with pictures as bytes; other values stay."""
     if inputs is None or not isinstance(inputs.get("images"), (list, tuple)):
         return inputs
-    plain = [
-        {"bytes": picture_bytes(item), "path": None} if _is_picture(item) else item
-        for item in inputs["images"]
-    ]
-    return {**inputs, "images": plain}
+    return {**inputs, "images": [_plain_item(item) for item in inputs["images"]]}
+
+
+def _plain_item(item: Any) -> Any:
+    if isinstance(item, Video):
+        return {"type": "video", "video": [_plain_item(frame) for frame in item.frames], "fps": item.fps}
+    return {"bytes": picture_bytes(item), "path": None} if _is_picture(item) else item
 
 
 def _is_picture(item: Any) -> bool:
@@ -192,7 +240,7 @@ def from_plain(inputs: dict[str, Any] | None) -> dict[str, Any] | None:
     if inputs is None or not isinstance(inputs.get("images"), (list, tuple)):
         return inputs
     pictures = [
-        open_picture(item) if isinstance(item, dict) and item.get("bytes") is not None else item
+        open_media(item) if isinstance(item, dict) and (item.get("bytes") or item.get("video")) else item
         for item in inputs["images"]
     ]
     return {**inputs, "images": pictures}
