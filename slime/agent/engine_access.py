@@ -142,6 +142,8 @@ class EnginePolicy:
             made = made.plus(await self._send(request))
             if made.finish is not None:
                 return made
+            if params.json_schema is not None:
+                made = Made()  # an engine's grammar starts with a response, so this one does again
             if scope is not None and scope.aborted:
                 continue  # the rollout ended, not the engine: the gate decides
             idle = 0 if len(made.ids) > count else idle + 1

@@ -104,10 +104,11 @@ _CHECKS: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (_boolean,),
     "spaces_between_special_tokens": (_boolean,),
     "no_stop_trim": (_boolean,),
+    "json_schema": (lambda name, value: "".join(_strings(name, value)),),
     top_p.REQUEST_FIELD: (_boolean,),
 }
 _NEVER_ZERO = ("top_p", "repetition_penalty", "top_k")
-_OPTIONAL = ("max_new_tokens", "sampling_seed", "stream_interval")
+_OPTIONAL = ("max_new_tokens", "sampling_seed", "stream_interval", "json_schema")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     n: int = 1
+    json_schema: str | None = None  # that the text must follow, in engines with grammars (SGLang)
     return_top_p_token_ids: bool = False  # travels inside custom_params, see slime.utils.top_p
     stream_interval: int | None = None  # tokens from one event of a stream to the next; None: the engine's
 

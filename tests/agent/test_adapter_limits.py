@@ -116,7 +116,7 @@ BAD = {
     ),
     "an answer at the end": (body_of("chat", [HELLO, {"role": "assistant", "content": "x"}]), None),
     "several answers at once": (body_of("chat", [HELLO], n=2), None),
-    "a forced call": (body_of("chat", [HELLO], tools=[CHAT_TOOL], tool_choice="required"), None),
+    "a choice that is none": (body_of("chat", [HELLO], tools=[CHAT_TOOL], tool_choice="now"), None),
 }
 
 

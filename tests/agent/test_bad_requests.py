@@ -92,7 +92,7 @@ BAD = {
             HELLO, tools=[{"type": "function", "function": {"name": "a", "description": 5}}]
         ),
         "a choice that is a number": chat(HELLO, tool_choice=5),
-        "a choice of one function": chat(
+        "a choice of a function that is not given": chat(
             HELLO, tool_choice={"type": "function", "function": {"name": "look"}}
         ),
         "a seed that is text": chat(HELLO, seed="x"),
@@ -110,7 +110,8 @@ BAD = {
         "top_logprobs": chat(HELLO, logprobs=True, top_logprobs=3),
         "stream options that are a list": chat(HELLO, stream=True, stream_options=[1]),
         "a format that is text": chat(HELLO, response_format="json"),
-        "a format with a schema": chat(HELLO, response_format={"type": "json_object"}),
+        "a format without its schema": chat(HELLO, response_format={"type": "json_schema"}),
+        "a forced call without tools": chat(HELLO, tool_choice="required"),
         "n of zero": chat(HELLO, n=0),
         "a model that is a list": chat(HELLO, model=["m"]),
     },
@@ -137,13 +138,16 @@ BAD = {
         ),
         "instructions that are a list": responses(HELLO, instructions=["x"]),
         "text that is text": responses(HELLO, text="plain"),
-        "a format with a schema": responses(HELLO, text={"format": {"type": "json_schema"}}),
+        "a format without its schema": responses(HELLO, text={"format": {"type": "json_schema"}}),
+        "a schema that is text": responses(HELLO, text={"format": {"type": "json_schema", "schema": "x"}}),
         "a format that is text": responses(HELLO, text={"format": "json"}),
         "an earlier response": responses(HELLO, previous_response_id="resp_1"),
         "tools of another type": responses(HELLO, tools={"a": 1}),
         "a tool that is text": responses(HELLO, tools=["x"]),
         "a function without a name": responses(HELLO, tools=[{"type": "function"}]),
-        "a choice of one function": responses(HELLO, tool_choice={"type": "function", "name": "look"}),
+        "a choice of a function that is not given": responses(
+            HELLO, tool_choice={"type": "function", "name": "look"}
+        ),
         "max_output_tokens of zero": responses(HELLO, max_output_tokens=0),
         "a temperature that is text": responses(HELLO, temperature="hot"),
         "a stream that is a number": responses(HELLO, stream=1),
@@ -185,7 +189,8 @@ BAD = {
         "a tool whose name has no letter": anthropic(HELLO, tools=[{"name": "", "input_schema": {}}]),
         "a stop sequence without a letter": anthropic(HELLO, stop_sequences=["x", ""]),
         "a choice that is text": anthropic(HELLO, tool_choice="auto"),
-        "a forced choice": anthropic(HELLO, tool_choice={"type": "any"}),
+        "a forced choice without tools": anthropic(HELLO, tool_choice={"type": "any"}),
+        "a format without its schema": anthropic(HELLO, output_config={"format": {"type": "json_schema"}}),
         "stop sequences that are text": anthropic(HELLO, stop_sequences="x"),
         "a stop sequence that is a number": anthropic(HELLO, stop_sequences=[5]),
         "a temperature above one": anthropic(HELLO, temperature=1.5),

@@ -75,6 +75,17 @@ def test_the_runs_own_sampling_takes_the_place_of_the_clients_where_the_user_cho
     assert sum(sum(sample.loss_mask) for sample in samples) == 4 * len(WROTE)
 
 
+@pytest.mark.parametrize("flags", [(), ("--agent-client-sampling", "run")])
+def test_a_schema_of_a_client_holds_and_its_turn_is_not_trained(tmp_path, flags):
+    asks = [(CHAT, {"response_format": {"type": "json_object"}}), (CHAT, {})]
+    samples, sampling = play(tmp_path, asks, *flags)
+    assert (
+        sorted(params.get("json_schema", "") for params in sampling) == [""] * 4 + ['{"type": "object"}'] * 4
+    )
+    assert sum(sum(sample.loss_mask) for sample in samples) == 4 * len(WROTE)
+    assert agent_metrics(samples)["untrained_turns"] == 1.0
+
+
 def test_a_user_who_accepts_the_mismatch_trains_what_the_client_asked_for(tmp_path):
     samples, sampling = play(tmp_path, [(CHAT, {"top_p": 0.5})], "--allow-sampling-mismatch")
     assert {params["top_p"] for params in sampling} == {0.5}

@@ -9,9 +9,12 @@ from typing import Any
 from slime.agent.adapters.client_errors import ApiError
 from slime.agent.adapters.common import BaseAdapter
 from slime.agent.adapters.dialect import (
+    JSON_FORMATS,
+    NAMED,
     Call,
     ClientDialect,
     Reply,
+    constrained,
     content_of,
     folded,
     function_tool,
@@ -57,13 +60,13 @@ _REQUEST = {
     "messages": [Kinds("role", _MESSAGES)],
     "system?": _TEXT,
     "tools?": [Kinds("type", {"custom": _TOOL}, default="custom", others=_SERVER_TOOL)],
-    "tool_choice?": {"type": {"auto", "none"}},
+    "tool_choice?": Kinds("type", {"auto": {}, "none": {}, "any": {}, "tool": NAMED}),
     "temperature?": Number(0, 1, float),
     "top_p?": Number(0, 1, float),
     "top_k?": COUNT,
     "stop_sequences?": [SOME_TEXT],
     "stream?": bool,
-    "output_config?": {"format?": None},
+    "output_config?": {"format?": Kinds("type", JSON_FORMATS)},
 }
 _STOP_REASONS = {"length": "max_tokens"}
 
@@ -81,7 +84,7 @@ class Messages(ClientDialect):
         tools = [tool for tool in body.get("tools") or () if tool.get("type") in (None, "custom")]
         found = {name: body.get(name) for name in ("temperature", "top_p", "top_k")}
         found |= {"stop": body.get("stop_sequences") or None, "max_new_tokens": body["max_tokens"]}
-        return Call(
+        call = Call(
             messages=paired(folded(messages)),
             tools=[function_tool(tool, tool["input_schema"]) for tool in tools],
             sampling={name: value for name, value in found.items() if value is not None},
@@ -89,6 +92,7 @@ class Messages(ClientDialect):
             model=body["model"],
             uses_tools=(body.get("tool_choice") or {}).get("type") != "none",
         )
+        return constrained(call, (body.get("output_config") or {}).get("format"), body.get("tool_choice"))
 
     def answer(self, reply: Reply) -> dict[str, Any]:
         return {

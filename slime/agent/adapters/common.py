@@ -8,6 +8,8 @@ sends the events of a response when it is complete; until then comments keep the
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import time
 from collections import deque
@@ -21,7 +23,7 @@ from aiohttp import web
 from slime.agent.adapters.client_errors import ApiError, api_error, invalid
 from slime.agent.adapters.dialect import Call, ClientDialect, Reply, folded, json_object
 from slime.agent.engine_access import EnginePolicy, Made, Policy
-from slime.agent.parsing import parser_for
+from slime.agent.parsing import ParsedModelOutput, parser_for
 from slime.agent.rendering import History, Renderer
 from slime.agent.session import Asked, Budget, Session
 from slime.arguments import PluginArgs
@@ -316,6 +318,12 @@ class BaseAdapter:
     def _reply(self, held: _Open, call: Call, asked: Asked, made: Made) -> Reply:
         tools = asked.tools if call.uses_tools else []
         parsed = self.parser(held.session.text_of(made), tools, asked.opens_thought)
+        if "json_schema" in call.sampling:  # the whole response is JSON, without thoughts or marks of calls
+            parsed = ParsedModelOutput(text=held.session.text_of(made), ill_formed=call.must_call)
+        if call.must_call:
+            with contextlib.suppress(ValueError):  # a limit of tokens may have ended it
+                use = json.loads(parsed.text)
+                parsed = ParsedModelOutput(tool_uses=[{"name": use["name"], "input": use["arguments"]}])
         return Reply(call, asked, made, parsed, held.session.message_of(asked, parsed))
 
     def _record(self, held: _Open, reply: Reply) -> None:

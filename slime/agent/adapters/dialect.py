@@ -31,6 +31,7 @@ class Call:
     logprobs: bool = False
     include_usage: bool = True  # of a stream
     uses_tools: bool = True  # False: calls in the response are text
+    must_call: bool = False  # the response is the JSON object of a call
     response_id: str = ""  # set by the adapter
     tokenizer: Any = None  # set by the adapter
 
@@ -90,6 +91,29 @@ def json_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise invalid("The body must be a JSON object.")
     return body
+
+
+NAMED = {"type": {"function", "tool"}, "name": str}  # a tool_choice
+JSON_FORMATS: dict[str, Any] = {"text": {}, "json_object": {}, "json_schema": {"schema": dict}}
+
+
+def constrained(call: Call, form: Any, choice: Any) -> Call:
+    """Hold the response to the JSON schema of a format, or to a call where the client's `choice` is one."""
+    schema = None
+    if form is not None and form["type"] != "text":
+        schema = form.get("json_schema", form).get("schema", {"type": "object"})
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in (None, "auto", "none"):
+        wanted = choice.get("function", choice).get("name") if isinstance(choice, dict) else None
+        given = [tool["function"] for tool in call.tools if wanted in (None, tool["function"]["name"])]
+        if not given:
+            raise invalid(f"'tool_choice' asks for a tool that is not given: {wanted}", "tool_choice")
+        fields = [{"name": {"const": one["name"]}, "arguments": one["parameters"]} for one in given]
+        kinds = [{"type": "object", "properties": one, "required": list(one)} for one in fields]
+        call.must_call, schema = True, {"anyOf": kinds}
+    if schema is not None:
+        call.sampling["json_schema"] = json.dumps(schema)
+    return call
 
 
 def function_tool(given: dict[str, Any], parameters: dict[str, Any] | None) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from typing import Any
 from slime.agent.adapters.client_errors import ApiError, invalid
 from slime.agent.adapters.common import BaseAdapter
 from slime.agent.adapters.dialect import (
+    JSON_FORMATS,
     Call,
     Reply,
     arguments_of,
+    constrained,
     content_of,
     function_tool,
     paired,
@@ -42,7 +44,7 @@ _REQUEST = {
     # Tools that the real endpoint would run itself are left out.
     "tools?": [Kinds("type", {"function": FUNCTION}, others=re.compile(".*", re.DOTALL))],
     "max_output_tokens?": COUNT,
-    "text?": {"format?": {"type": {"text"}}},
+    "text?": {"format?": Kinds("type", JSON_FORMATS)},
     "background?": bool,
     "conversation?": None,
     "prompt?": None,
@@ -62,7 +64,7 @@ class Responses(OpenAIDialect):
         for place, item in enumerate(items or ()):
             _add_item(messages, item, f"input[{place}]")
         functions = [tool for tool in body.get("tools") or () if tool["type"] == "function"]
-        return Call(
+        call = Call(
             messages=paired(messages),
             tools=[function_tool(one, one.get("parameters")) for one in functions],
             sampling=sampling_of(body, ("max_output_tokens",)),
@@ -70,6 +72,7 @@ class Responses(OpenAIDialect):
             model=body.get("model") or "policy",
             uses_tools=body.get("tool_choice") != "none",
         )
+        return constrained(call, (body.get("text") or {}).get("format"), body.get("tool_choice"))
 
     def answer(self, reply: Reply) -> dict[str, Any]:
         return _response(reply.call, output=items_of(reply), reply=reply)

@@ -9,10 +9,13 @@ from typing import Any
 
 from slime.agent.adapters.client_errors import ApiError, invalid
 from slime.agent.adapters.dialect import (
+    JSON_FORMATS,
+    NAMED,
     Call,
     ClientDialect,
     Reply,
     arguments_of,
+    constrained,
     content_of,
     function_tool,
     paired,
@@ -35,7 +38,7 @@ SAMPLING = {
     "stop?": (SOME_TEXT, [SOME_TEXT]),
     "stream?": bool,
     "top_logprobs?": Number(0, 0),
-    "tool_choice?": {"auto", "none"},
+    "tool_choice?": (NAMED, {"auto", "none", "required"}),
 }
 _PARTS: dict[str, Any] = {"text": {"text": str}, "refusal": {"refusal": str}}
 _TEXT = (str, [Kinds("type", _PARTS)])
@@ -58,7 +61,8 @@ _REQUEST = {
     "logprobs?": bool,
     "stream_options?": {"include_usage?": bool},
     "n?": Number(1, 1),
-    "response_format?": {"type": {"text"}},
+    "tool_choice?": ({"type": {"function"}, "function": {"name": str}}, {"auto", "none", "required"}),
+    "response_format?": Kinds("type", {**JSON_FORMATS, "json_schema": {"json_schema": {"schema": dict}}}),
     "logit_bias?": dict,
     "modalities?": [{"text"}],
     **dict.fromkeys(("functions?", "function_call?", "audio?", "web_search_options?")),
@@ -102,7 +106,7 @@ class ChatCompletions(OpenAIDialect):
         options = body.get("stream_options") or {}
         given = [_message(one, f"messages[{place}].content") for place, one in enumerate(body["messages"])]
         functions = [tool["function"] for tool in body.get("tools") or ()]
-        return Call(
+        call = Call(
             messages=paired(given),
             tools=[function_tool(one, one.get("parameters")) for one in functions],
             sampling=sampling_of(body, ("max_tokens", "max_completion_tokens")),
@@ -112,6 +116,7 @@ class ChatCompletions(OpenAIDialect):
             include_usage=bool(options.get("include_usage")),
             uses_tools=body.get("tool_choice") != "none",
         )
+        return constrained(call, body.get("response_format"), body.get("tool_choice"))
 
     def answer(self, reply: Reply) -> dict[str, Any]:
         message: dict[str, Any] = {

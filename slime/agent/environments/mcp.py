@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from slime.agent.environments.protocol import EnvironmentFailure, Item, is_number
@@ -20,11 +20,9 @@ from slime.catalog.deadlines import timeout_s
 from slime.utils.errors import RunStopped
 from slime.utils.types import Sample
 
-# `tools`: the names that the policy sees. `shared`: one process of the command for all episodes of this one.
-_OPTIONS: dict[str, Any] = {"system": None, "tools": None, "reward_tool": None, "shared": False}
-_OPTIONS |= {"env_vars": {}, "max_chars": 10_000}
-
-_shared: dict[tuple[str, asyncio.AbstractEventLoop], asyncio.Task[McpServer]] = {}
+# `tools`: the names that the policy sees.
+_OPTIONS: dict[str, Any] = {"system": None, "tools": None, "reward_tool": None, "env_vars": {}}
+_OPTIONS |= {"max_chars": 10_000}
 
 
 def check(task: str) -> None:
@@ -60,15 +58,16 @@ async def play(
     messages = [{"role": "user", "content": item.prompt}] if text else list(item.prompt)
     if own["system"]:
         messages.insert(0, {"role": "system", "content": own["system"]})
+    call_s, command = timeout_s(args, "env"), task if "://" in task else shlex.split(task)
     try:
-        async with _started(task, own, timeout_s(args, "env")) as server:
+        async with McpServer(command, env=own["env_vars"], call_timeout_s=call_s) as server:
             by_name = {tool.name: tool for tool in server.tools}
             names = own["tools"] or [name for name in by_name if name != own["reward_tool"]]
             if missing := {*names, own["reward_tool"]} - {*by_name, None}:
                 raise RunStopped(
                     f"--env mcp:{task}: the server has {list(by_name)}, not {', '.join(missing)}"
                 )
-            tools = ToolSet([by_name[name] for name in names], timeout_s(args, "env"), own["max_chars"])
+            tools = ToolSet([by_name[name] for name in names], call_s, own["max_chars"])
             with contextlib.suppress(TimeoutError):  # what there is then is scored
                 async with asyncio.timeout(timeout_s(args, "episode") or None):
                     await answer_with_tools(session, messages, tools)
@@ -79,24 +78,6 @@ async def play(
         raise EnvironmentFailure(str(error)) from error
     session.num_tool_errors += tools.num_errors
     return session.samples(sample, reward=score, extra_metadata=tools.counts, args=args)
-
-
-@contextlib.asynccontextmanager
-async def _started(task: str, own: Mapping[str, Any], call_s: float) -> AsyncIterator[McpServer]:
-    command = task if "://" in task else shlex.split(task)
-    server = McpServer(command, env=own["env_vars"], call_timeout_s=call_s)
-    if not own["shared"]:
-        async with server:
-            yield server
-        return
-    key = (task, asyncio.get_running_loop())
-    if key not in _shared:
-        _shared[key] = asyncio.ensure_future(server.__aenter__())
-    try:
-        yield await asyncio.shield(_shared[key])
-    except ToolServerDied:
-        _shared.pop(key, None)  # the next episode starts another
-        raise
 
 
 async def _score(tool: Tool, values: Mapping[str, Any]) -> float:

@@ -32,7 +32,6 @@ _OPTIONS |= {"reset": {}, "invalid_reward": -0.1, "deterministic": False, "env_v
 _CONNECT_S, _CAPACITY_POLL_S = 10.0, 0.5
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _lock = threading.Lock()
-_full: set[str] = set()  # addresses whose lack of capacity was logged
 
 
 def check(task: str) -> None:
@@ -124,12 +123,7 @@ class OpenEnv:
             except (RuntimeError, ConnectionClosedOK) as error:
                 if isinstance(error, RuntimeError) and "CAPACITY_REACHED" not in str(error):
                     raise
-                if self._address not in _full:
-                    _full.add(self._address)
-                    advice = "episodes wait until --timeouts env. Start it with a larger max_concurrent_envs"
-                    logger.warning(
-                        "The OpenEnv server %s has no free session, and %s.", self._address, advice
-                    )
+                _warn_of_capacity(self._address)
                 await self._client.disconnect()
                 await asyncio.sleep(_CAPACITY_POLL_S)
 
@@ -157,6 +151,12 @@ class OpenEnv:
 
 
 make = OpenEnv  # as `episode` creates the environment of any family
+
+
+@functools.cache
+def _warn_of_capacity(address: str) -> None:
+    advice = "Episodes wait until --timeouts env: start it with a larger max_concurrent_envs."
+    logger.warning("The OpenEnv server %s has no free session. %s", address, advice)
 
 
 def _picture(value: Any) -> Any:

@@ -183,7 +183,8 @@ class RequestReader:
             sampling = SamplingParams.from_json(raw)
         except ValueError as error:
             raise BadRequest(str(error)) from error
-        neutral = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+        neutral: dict[str, Any] = {"repetition_penalty": 1.0, "json_schema": None}
+        neutral |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
         for name, value in neutral.items():
             if getattr(sampling, name) != value:
                 raise BadRequest(f"{name} is not supported by the embedded engine; leave it at {value}")

@@ -29,11 +29,11 @@ class ClientRequests:
 
     def used(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what of a client's sampling is used: all, or with `--agent-client-sampling run` only what
-        leaves the distribution as it is.
+        leaves the distribution as it is, and a JSON schema: clients cannot read a response without it.
         """
         if self._call is None or not self._is_trained or self._call.args.agent_client_sampling != "run":
             return sampling
-        return {name: value for name, value in sampling.items() if name not in SHAPING}
+        return {name: value for name, value in sampling.items() if name not in SHAPING - {"json_schema"}}
 
     def untrained(self, asked: Mapping[str, Any], params: Mapping[str, Any]) -> str | None:
         """Name the sampling that a client asked for and that training cannot use; None: it can use all.

@@ -167,7 +167,7 @@ def test_an_episode_of_a_server_is_trained_as_the_engine_made_it(tmp_path, serve
 
 
 def test_a_server_that_serves_one_session_at_a_time_plays_all_episodes(tmp_path, serve, caplog):
-    openenv._full.clear()
+    openenv._warn_of_capacity.cache_clear()
     samples = play(tmp_path, serve("one"), says(20, 21), "--timeouts", f"env={LONG_S}")
     assert [sample.metadata["env_score"] for sample in samples] == [2.0] * 8
     warnings = [one.getMessage() for one in caplog.records if "no free session" in one.getMessage()]
