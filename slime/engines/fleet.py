@@ -265,6 +265,7 @@ class EngineFleet:
 
     def _restart(self, server: FleetServer) -> None:
         """Restart an engine; a thread waits for it, so that the watch of the others continues."""
+        self._leave_rotation(server)  # it may have died while the watch waited for a push
         now, end = time.monotonic(), server.describe_end()
         self._last_end = f"{server.plan.name} {end}"
         self._deaths.append(now)

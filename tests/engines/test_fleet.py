@@ -89,6 +89,10 @@ class Rotating(list):
     def add(self, server):
         self.append(server.url)
 
+    def remove(self, url):
+        if url in self:
+            super().remove(url)
+
 
 def test_an_engine_joins_with_the_current_weights_and_another_leaves_for_good(make, tmp_path):
     fleet, rotation = make(size=1), Rotating()
@@ -395,6 +399,28 @@ def test_an_engine_leaves_the_rotation_at_once_and_returns_after_it_is_up_to_dat
     assert rotation.events[0] == ("out", urls[0]) and fleet.joined == [urls[0]]
     assert joined_at == [[event for event in rotation.events if event[0] == "out"]]
     assert ("out", urls[1]) not in rotation.events
+
+
+def test_an_engine_that_dies_while_the_watch_waits_for_a_push_leaves_the_rotation_too(make):
+    """Else it gets requests as soon as its port is open, before it has the weights of the run."""
+    fleet, rotation = make(size=2), Rotation()
+    urls = fleet.start()
+    fleet.fleet.follow(rotation)
+    dead, checks = fleet.fleet._dead, []
+
+    def checked() -> list:
+        found = dead()
+        checks.append(found)
+        return found
+
+    with fleet.fleet.frozen():
+        fleet.fleet._dead = checked
+        eventually(lambda: checks)
+        assert checks == [[]]  # the last check before the watch waits
+        fleet.kill(0)
+        eventually(lambda: not fleet.servers[0].alive())
+    eventually(lambda: ("back", urls[0]) in rotation.events)
+    assert rotation.events == [("out", urls[0]), ("back", urls[0])]
 
 
 def test_the_others_are_pushed_to_while_one_restarts(make):
