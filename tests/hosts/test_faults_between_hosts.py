@@ -290,3 +290,21 @@ def test_a_lost_host_that_nobody_replaces_ends_the_run_with_its_name(calm):
         assert seen.end() == 1, seen.shown[-8000:]
     assert f"({lost.address})" in seen.shown and "has 1 machine(s) for 1" in seen.shown, seen.shown[-8000:]
     assert audit(calm / "alone" / RECORD_FILE, finished=False).violations == []
+
+
+def test_a_rollout_worker_of_a_lost_host_is_replaced_and_nothing_changes(world):
+    """The host has a /tmp of its own, and neither a rank nor an engine. A worker on it waits for a reward."""
+    with open(world / "reward.py", "a") as file:
+        file.write("\n\nasync def slow(args, sample, **kwargs):\n    import asyncio\n\n")
+        file.write("    await asyncio.sleep(3)\n    return await reward(args, sample, **kwargs)\n")
+    sizes = {"actor_num_nodes": 1, "custom_rm_path": f"{world}/reward.py:slow"}
+    with scene(world, "one-host", number=1, **sizes) as alone:
+        assert alone.end() == 0, alone.shown[-8000:]
+    with scene(world, "worked", rollout_workers=2, **sizes) as seen:
+        seen.until_shown("step 1/")
+        seen.hosts[1].kill()
+        assert seen.end() == 0, seen.shown[-8000:]
+    assert "rollout-worker-1 ended while it had" in seen.shown and "on host1 (" in seen.shown, seen.shown
+    assert_conserved(world, "worked")
+    assert series(world, "worked", "rollout/raw_reward") == series(world, "one-host", "rollout/raw_reward")
+    assert weights_of(world / "worked-ckpt") == weights_of(world / "one-host-ckpt")
