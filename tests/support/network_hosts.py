@@ -22,7 +22,7 @@ _RAY_STARTS = 4  # Ray gives a node 30 s, which a busy machine may need
 _BOOT = """
 hostname {name}; mount --make-rprivate /; mount -t proc proc /proc
 {keep}
-mount -t tmpfs tmpfs /tmp; mount -t tmpfs tmpfs /dev/shm
+mount -t tmpfs -o size=2g tmpfs /tmp; mount -t tmpfs tmpfs /dev/shm
 {share}
 {names}
 echo booted; exec sleep infinity
