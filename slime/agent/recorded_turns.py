@@ -108,10 +108,9 @@ class RecordedTurns:
                 ends[key] = end + 1
 
     def close(self) -> None:
-        """Report recorded turns that the generate function did not ask for again."""
-        if self._waiting:
-            self._record.diverged(f"{len(self._waiting)} of its recorded turns")
-            self._waiting.clear()
+        """Report recorded turns and calls that the generate function did not make again."""
+        self._record.check_repeated(len(self._waiting))
+        self._waiting.clear()
 
     def _about(self, asked: Asked) -> list[Any]:
         """Return the key of the turn that this one continues, and its sampling without a drawn seed."""

@@ -21,7 +21,6 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -37,6 +36,10 @@ logger = logging.getLogger(__name__)
 _LOG = "episode_log"
 _current: ContextVar[EpisodeRecord | None] = ContextVar("slime_episode_record", default=None)
 _call_id: ContextVar[str | None] = ContextVar("slime_call_id", default=None)
+
+
+class StateLost(RuntimeError):
+    """A recorded episode cannot be continued after all: the next attempt starts it again."""
 
 
 class EpisodeRecord:
@@ -120,9 +123,12 @@ class EpisodeRecord:
         """From now on a crash makes the episode start again."""
         self._log["cannot"] = self._log["cannot"] or why
 
-    def diverged(self, what: str) -> None:
-        """Report that the generate function took another way than before the crash."""
-        self._restarts(new_episode(), f"its generate function did not repeat {what}")
+    def check_repeated(self, num_turns: int) -> None:
+        """Report a generate function that took another way than before the crash."""
+        if num_turns or self._unused:
+            what = f"{num_turns} of its recorded turns and {len(self._unused)} calls"
+            self._restarts(new_episode(), f"its generate function did not repeat {what}")
+            self._unused = []
 
     async def once(
         self,
@@ -143,7 +149,7 @@ class EpisodeRecord:
             call = self._find_call(what, repeatable)
             if call["result"] is not None and survives:
                 if saves:
-                    await _value_of(owner.restore(copy.deepcopy(call["state"])))
+                    await self._restore(owner, call)
                 return call["result"]
             if not (survives or repeatable):
                 self.cannot_continue(f"{what[0]} keeps its state in the process of the run")
@@ -155,21 +161,47 @@ class EpisodeRecord:
                 result = await make()
             finally:
                 _call_id.reset(before)
-            state = copy.deepcopy(await _value_of(owner.save())) if saves else None
+            state = await self._save(what[0], owner) if saves else None
             with self._lock:
                 call.update(result=call["result"] or result, state=state)
                 self._progressed("replied", id=call["id"])
             return call["result"]
+
+    async def _save(self, tool: str, owner: Any) -> Any:
+        """Return the state of a tool's object; the name of a file, if the state is bytes."""
+        try:
+            state = copy.deepcopy(await _value_of(owner.save()))
+            return await asyncio.to_thread(self._keep_file, state) if isinstance(state, bytes) else (state,)
+        except Exception as error:
+            self.cannot_continue(f"the state of {tool} cannot be saved ({error})")
+
+    def _keep_file(self, data: bytes) -> str:
+        path = self._ledger.files_of(self._origin) / hashlib.blake2b(data, digest_size=12).hexdigest()
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (part := path.with_suffix(f".{uuid4().hex}")).write_bytes(data)
+            part.replace(path)
+        return path.name
+
+    async def _restore(self, owner: Any, call: dict[str, Any]) -> None:
+        try:
+            state = call["state"]
+            if isinstance(state, str):
+                state = (await asyncio.to_thread((self._ledger.files_of(self._origin) / state).read_bytes),)
+            await _value_of(owner.restore(copy.deepcopy(state[0])))
+        except Exception as error:
+            self.cannot_continue(f"the state of {call['tool']} cannot be restored ({error})")
+            self._progressed("answered", id=self._log["name"])
+            raise StateLost(f"the state of {call['tool']} is lost; the next attempt starts again") from error
 
     def _find_call(self, what: list[Any], repeatable: bool) -> dict[str, Any]:
         """Return the call as it was recorded, or a new one."""
         key = hashlib.blake2b(json.dumps(what, default=str).encode(), digest_size=8).hexdigest()
         with self._lock:
             log = self._log
-            for call in self._unused:
+            for place, call in enumerate(self._unused):
                 if call["key"] == key:
-                    self._unused.remove(call)
-                    return call
+                    return self._unused.pop(place)
             call = {"id": f"{log['name']}.{log['num_calls']}", "key": key, "tool": what[0]}
             log["calls"].append(call | {"repeatable": repeatable, "result": None, "state": None})
             log["num_calls"] += 1
@@ -184,11 +216,6 @@ class EpisodeRecord:
                 self._log.update(turns={}, calls=[])
             sample.metadata[_LOG] = self._log
             self._ledger.progressed(event, self._origin, json.dumps(value), sample)
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder for files of this episode, which are removed when it is finished."""
-        return self._ledger.files_of(self._origin)
 
 
 async def _value_of(made: Any) -> Any:

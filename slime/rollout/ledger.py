@@ -189,10 +189,11 @@ class Ledger:
         if keep.payload is not None:
             self._episodes[keep.key] = FinishedEntry(keep.version, keep.payload)
 
-    def files_of(self, origin: Sample) -> Path | None:
+    def files_of(self, origin: Sample) -> Path:
         """Return the folder for files of an unfinished episode, which may not exist."""
         key = _key(origin)
-        return None if self._folder is None or key is None else self._folder / "-".join(map(str, key))
+        assert self._folder is not None and key is not None, "only a run has recorded episodes"
+        return self._folder / "-".join(map(str, key))
 
     async def written(self) -> None:
         """Return when every event until now is on the disk, or was logged as missing."""
@@ -221,8 +222,8 @@ class Ledger:
         if key is None or is_finished(origin):
             return
         assert isinstance(origin, Sample), "only samples have a key"
-        if self._episodes.pop(key, None) is not None and (files := self.files_of(origin)) is not None:
-            shutil.rmtree(files, ignore_errors=True)
+        if self._episodes.pop(key, None) is not None and self._folder is not None:
+            shutil.rmtree(self.files_of(origin), ignore_errors=True)
         samples = flatten_samples([made])
         is_whole = all(s.status in FINISHED and s.reward_failure is None for s in samples)
         is_scored = any(s.reward is not None or s.reward_failure is not None for s in samples)

@@ -27,18 +27,19 @@ def answer(payload, number):
 @pytest.fixture(autouse=True)
 def fresh():
     effects.clear()
-    crash.update(at=None, in_tool=False, other_way=False)
+    crash.update(at=None, in_tool=False, other_way=False, lose=False)
     program.update(outlives=False, messages=[], urls=set(), statuses=[])
     yield
     ledgers.use(None)
 
 
-def two_starts(folder, tool, at, *, in_tool=False, other_way=False, function="generate"):
+def two_starts(folder, tool, at, *, in_tool=False, other_way=False, function="generate", flags=()):
     write_prompts(folder / "prompts.jsonl", 4, metadata={"tool": tool})
     with FakeEngine(answer) as engine:
         args = make_args(
             folder, engine, "--rollout-batch-size", "1", "--rollout-max-response-len", "100",
-            "--custom-generate-function-path", f"sessions_that_crash.{function}", max_context_len=2000,
+            "--custom-generate-function-path", f"sessions_that_crash.{function}", *flags,
+            max_context_len=2000,
         )  # fmt: skip
         args.n_samples_per_prompt = args.over_sampling_batch_size = 1
         args.custom_rm_path = None
@@ -113,7 +114,7 @@ def test_a_generate_function_that_takes_another_way_is_counted_as_restarted(tmp_
     check_whole(sample)
     assert asked == TURNS and effects == STEPS  # calls with the same id and arguments are the same calls
     assert found.violations == [] and (found.continued, found.restarted) == (1, 1)
-    assert "did not repeat 3 of its recorded turns" in caplog.text
+    assert "did not repeat 3 of its recorded turns and 0 calls" in caplog.text
 
 
 def test_the_audit_finds_a_tool_call_that_was_made_twice(tmp_path):
@@ -135,3 +136,28 @@ def test_a_program_behind_the_adapter_finds_its_session_again(outlives, tmp_path
     assert asked == 1 and sample.metadata["session"]["num_forks"] == 0
     assert found.violations == [] and (found.continued, found.restarted) == (1, 0)
     assert program["statuses"] == ([503] if outlives else [])
+
+
+@pytest.mark.parametrize("in_tool", [False, True], ids=["between calls", "in a command"])
+def test_a_sandbox_is_restored_with_its_episode(in_tool, tmp_path):
+    sample, asked, found = two_starts(tmp_path, "none", at=2, in_tool=in_tool, function="in_a_sandbox")
+    check_whole(sample)
+    assert asked == 1 and sample.metadata["log"] == "0\n1\n2\n3\n"
+    assert found.violations == [] and (found.continued, found.restarted) == (1, 0)
+    assert (found.calls, found.repeated_calls) == (TURNS, int(in_tool))
+    assert list((tmp_path / "episodes").iterdir()) == [], "files go with their episode"
+
+
+def test_an_episode_whose_sandbox_is_lost_starts_again(tmp_path, caplog):
+    crash["lose"] = True
+    sample, _, found = two_starts(tmp_path, "none", at=2, function="in_a_sandbox")
+    check_whole(sample)
+    assert sample.metadata["log"] == "0\n1\n2\n3\n" and sample.reward == TURNS
+    assert found.violations == [] and found.restarted == 1
+    assert "the state of shell cannot be restored" in caplog.text
+
+
+def test_an_episode_in_a_plain_sandbox_starts_again(tmp_path):
+    flags = ("--sandbox", "plain")
+    _, asked, found = two_starts(tmp_path, "none", at=2, function="in_a_sandbox", flags=flags)
+    assert asked == TURNS and found.violations == [] and (found.continued, found.restarted) == (0, 1)

@@ -33,6 +33,7 @@ from tiny_model import make_tiny_model  # noqa: E402
 from slime.record import record_file  # noqa: E402
 from slime.record.audit import Audit, audit  # noqa: E402
 from slime.utils.files.run_file import read_run  # noqa: E402
+from slime.utils.machine.ports import find_available_port  # noqa: E402
 from tests.crash.victim import POINTS, TARGETS  # noqa: E402
 
 POOL = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -93,11 +94,17 @@ MODES |= {
     for what, function in {
         "a session whose tool calls are never repeated": "once",
         "a session whose tool recognises repeated calls": "again",
+        "a session with a sandbox": "in_a_sandbox",
+        "the openai SDK, in a program that ends with the run": "with_program",
+        "the openai SDK, in a program that outlives the run": "with_outliving_program",
     }.items()
 }
 AGENTS = [mode for mode, values in MODES.items() if values.get("rollout_max_response_len") == 160]
 ALWAYS = list(MODES)[:4]
-MORE_WEIGHTS = {"SGLang behind its router": {"router": 3}}
+MORE_WEIGHTS = {
+    "SGLang behind its router": {"router": 3},
+    "the openai SDK, in a program that ends with the run": {"agent program": 3},
+}
 # Engines that promise no bits: what is trained on is conserved, and need not be the same.
 CONSERVES_ONLY = ("SGLang behind its router",)
 REWARD = '''
@@ -154,12 +161,16 @@ class Garden(Once):
 '''
 AGENT_FUNCTIONS = '''
 """Agents of twelve turns, each followed by a call of a tool; a call is an effect outside of the run."""
+import asyncio
 import os
+import subprocess
 from pathlib import Path
 
-from slime.agent.session import Budget, Session
-from slime.agent.tools import ToolSet, call_id
+from slime.agent.adapters import adapter_of
+from slime.agent.session import Budget, Session, seed_of_episode
+from slime.agent.tools import BoxTools, ToolSet, call_id
 
+WORLD = Path(__file__).parent
 BUDGET = Budget(max_new_tokens=4)
 
 
@@ -190,18 +201,95 @@ async def again(args, sample, params):
     return await play(args, sample, params, ToolSet([plant_again]))
 
 
-async def play(args, sample, params, tools):
+async def in_a_sandbox(args, sample, params):
+    async with BoxTools(args.sandbox) as box:
+        made = await play(args, sample, params, ToolSet([box.shell]), "echo {turn} >> log; wc -l < log")
+        lines = (await (await box.box()).read_file("/work/log")).split()
+    assert set(lines) == {str(turn) for turn in range(12)}, lines
+    with open(os.environ["GARDEN_EFFECTS"], "a") as file:
+        file.write("".join(f"{sample.session_id}.{os.getpid()}.{line}\\n" for line in lines))
+    return made
+
+
+async def play(args, sample, params, tools, command=None):
     session = Session.of_run(args, sample, params, budget=BUDGET)
     [name] = tools.by_name
     messages = [{"role": "user", "content": str(sample.prompt)}]
     for turn in range(12):
         answer = await session.turn(messages)
-        function = {"name": name, "arguments": {"text": answer.text}}
+        arguments = {"text": answer.text} if command is None else {"command": command.format(turn=turn)}
+        function = {"name": name, "arguments": arguments}
         [result] = await tools.answer([{"id": f"{session.session_id}-{turn}", "function": function}])
         messages += [answer.message, {"role": "user", "content": result["content"]}]
     said = "".join(message["content"] for message in messages if message["role"] == "assistant")
-    reward = said.count("a") / len(said or " ") + 0.01 * (int(sample.index) % 7)
-    return session.samples(sample, reward=reward, extra_metadata=tools.counts, args=args)
+    return session.samples(sample, reward=reward(sample, said), extra_metadata=tools.counts, args=args)
+
+
+def reward(sample, said):
+    return said.count("a") / len(said or " ") + 0.01 * (int(sample.index) % 7)
+
+
+async def with_program(args, sample, params):
+    return await with_client(args, sample, params, outlives=False)
+
+
+async def with_outliving_program(args, sample, params):
+    return await with_client(args, sample, params, outlives=True)
+
+
+async def with_client(args, sample, params, outlives):
+    key = sample.session_id
+    adapter = await adapter_of(args, port=int(os.environ["AGENT_PORT"]) if outlives else 0)
+    session = adapter.open_session(key, params, budget=BUDGET, seed=seed_of_episode(args, sample))
+    said, pid = WORLD / f"{key}.said", WORLD / f"{key}.pid"
+    try:
+        if not (outlives and pid.exists() and Path(f"/proc/{pid.read_text()}").exists()):
+            words = [os.environ["AGENT_PYTHON"], WORLD / "program.py", "outlives" if outlives else "ends"]
+            words += [adapter.url, key, sample.prompt, said]
+            process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+            pid.write_text(str(process.pid))
+        while not said.exists():
+            if has_ended(int(pid.read_text())) and not said.exists():
+                raise ConnectionError("the program has ended")
+            await asyncio.sleep(0.05)
+        return await adapter.finish_session(
+            key, base_sample=sample, reward=reward(sample, said.read_text()), args=args
+        )
+    finally:
+        if adapter.session(key) is session:
+            await asyncio.shield(adapter.shutdown_session(key))
+            adapter.drop_session(key)
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+'''
+PROGRAM = '''
+"""An agent with the openai SDK: twelve requests; one that outlives the run notes each as an effect."""
+import os
+import sys
+import threading
+from pathlib import Path
+
+from openai import OpenAI
+
+how, url, key, prompt, said = sys.argv[1:]
+if how == "ends":
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=100)
+messages = [{"role": "user", "content": prompt}]
+for turn in range(12):
+    answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+    if how == "outlives":
+        with open(os.environ["GARDEN_EFFECTS"], "a") as file:
+            file.write(f"{key}.{turn}\\n")
+    messages += [answer.model_dump(exclude_none=True), {"role": "user", "content": f"n{turn}"}]
+part = Path(f"{said}.part")
+part.write_text("".join(message["content"] for message in messages if message["role"] == "assistant"))
+part.replace(said)
 '''
 # Never the same in two runs, killed or not: times, and what was in a cache.
 _TIMED = (
@@ -219,12 +307,12 @@ _TIMED = (
 )
 PATIENCE_S = 900
 # Kills that a run survives, and how often each process is chosen.
-MILD = ("engine", "reward worker", "router")
-WEIGHTS = {"driver": 5, "engine": 3, "trainer": 3, "reward worker": 2, "router": 0}
+MILD = ("engine", "reward worker", "router", "agent program")
+WEIGHTS = {"driver": 5, "engine": 3, "trainer": 3, "reward worker": 2, "router": 0, "agent program": 0}
 OFTEN = {"generation": 10, "scoring": 10, "ledger write": 10}
 TURNS = ["step of an environment", "call recorded", "result recorded", "generation"]
 SESSION_TURNS = ["turn of a session", "turn recorded", "tool call", "result of a tool call"]
-OFTEN_IN_AGENTS = {**dict.fromkeys([*TURNS, *SESSION_TURNS], 140), "ledger write": 10}
+OFTEN_IN_AGENTS = {**dict.fromkeys(TURNS, 140), **dict.fromkeys(SESSION_TURNS, 60), "ledger write": 10}
 
 
 @dataclass
@@ -248,6 +336,7 @@ def make_world(folder: Path) -> Path:
     (folder / "reward.py").write_text(REWARD)
     (folder / "garden.py").write_text(GARDEN)
     (folder / "agent.py").write_text(AGENT_FUNCTIONS)
+    (folder / "program.py").write_text(PROGRAM)
     return folder
 
 
@@ -285,6 +374,11 @@ def start(world: Path, run: str, mode: str, num_rollout: int, plans: list[dict])
     search = os.pathsep.join(filter(None, [str(root), str(TESTS / "support"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
     environment["GARDEN_EFFECTS"] = str(world / f"{run}.effects")
+    environment.setdefault("AGENT_PYTHON", str(root / ".venv-agents/bin/python"))  # with the openai SDK
+    port = world / f"{run}.port"  # the same in all starts
+    if not port.exists():
+        port.write_text(str(find_available_port()))
+    environment["AGENT_PORT"] = port.read_text()
     with open(world / f"{run}.out", "a") as log:
         log.write(f"--- {json.dumps(plans)}\n")
         log.flush()
@@ -305,7 +399,7 @@ def start(world: Path, run: str, mode: str, num_rollout: int, plans: list[dict])
 def draw_plans(draw: random.Random, mode: str) -> list[dict]:
     """Up to four strikes of one start; those after one that ends the run are never reached."""
     weights = {**WEIGHTS, **MORE_WEIGHTS.get(mode, {})}
-    turns = TURNS if "env" in MODES[mode] else SESSION_TURNS
+    turns = TURNS if "env" in MODES[mode] else SESSION_TURNS[: 2 if "SDK" in mode else None]
     return [
         {
             "point": (

@@ -47,6 +47,7 @@ TARGETS: dict[str, tuple[str, ...] | None] = {
     "engine": ("slime.engines.embedded", "engines/sglang/run_server.py"),
     "trainer": ("slime.runtime.worker_main",),
     "reward worker": ("rm_hub/workers/worker.py",),
+    "agent program": ("program.py",),
     "router": ("sglang_router.launch_router", "sglang::router"),  # the name that it gives itself
 }
 

@@ -11,6 +11,7 @@ from slime.agent.sandbox import LocalSandbox
 faults: list[Exception] = []
 alive: set[str] = set()
 made_with: list[dict] = []
+renewed: list[tuple[str, int | None]] = []
 
 
 def _fault():
@@ -30,6 +31,10 @@ class _Base:
         self.sandbox_id = self.id = self._box.sandbox_id
         alive.add(self.id)
         return self
+
+    def _renewed(self, timeout=None):
+        _fault()
+        renewed.append((self.id, timeout))
 
     async def _end(self):
         _fault()
@@ -64,6 +69,9 @@ class E2BFake(_Base):
         made = await cls()._begin(template=template, timeout=timeout, metadata=metadata)
         made.commands, made.files = E2BCommands(made._box), E2BFiles(made._box)
         return made
+
+    async def set_timeout(self, timeout):
+        self._renewed(timeout)
 
     async def kill(self):
         await self._end()
@@ -138,6 +146,9 @@ class DaytonaBox(_Base):
         _fault()
         code, out, err = await self._box.exec(command, env=env, timeout=timeout)
         return types.SimpleNamespace(exit_code=code, result=out + err)
+
+    async def refresh_activity(self):
+        self._renewed()
 
     async def upload_file(self, src, dst, timeout=1800):
         _fault()

@@ -1,17 +1,20 @@
 """Generate functions with sessions and tools whose calls have effects, and in which a run can crash."""
 
 import asyncio
+import contextlib
+import shutil
 
 import aiohttp
 
 from slime.agent.adapters import adapter_of
 from slime.agent.session import Session
-from slime.agent.tools import ToolSet
+from slime.agent.tools import BoxTools, ToolSet
+from slime.rollout import episode_record
 from slime.utils.errors import RunStopped
 
 TURNS = 4
 effects: list[str] = []
-crash = {"at": None, "in_tool": False, "other_way": False}  # number of the turn
+crash = {"at": None, "in_tool": False, "other_way": False, "lose": False}  # number of the turn
 _crashed: list[asyncio.Event] = []
 
 
@@ -87,7 +90,37 @@ async def _or_crash(work):
     crashed.cancel()
     if task.done():
         return task.result()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
     raise RunStopped("the crash, in the call")
+
+
+async def in_a_sandbox(args, sample, sampling_params):
+    """Four turns, each followed by a command that appends to a file of the sandbox."""
+    async with BoxTools(args.sandbox) as box:
+        tools = ToolSet([box.shell])
+        session = Session.of_run(args, sample, sampling_params)
+        _crashed.append(asyncio.Event())
+        messages = [{"role": "user", "content": str(sample.prompt)}]
+        for turn in range(TURNS):
+            answer = await session.turn(messages)
+            if crash["at"] == turn and not crash["in_tool"]:
+                if crash["lose"]:
+                    record = episode_record.current()
+                    shutil.rmtree(record._ledger.files_of(record._origin))
+                raise RunStopped("the crash, before the call")
+            command = f"echo {turn} >> log; sleep 1000 >/dev/null 2>&1 & wc -l < log"
+            if crash["in_tool"] and turn == 2:
+                command = f"echo {turn} >> log; sleep 3"
+            if crash["at"] == turn:
+                asyncio.get_running_loop().call_later(0.5, _crashed[-1].set)
+            call = {"id": f"{session.session_id}-{turn}", "type": "function"}
+            call["function"] = {"name": "shell", "arguments": {"command": command}}
+            [result] = await _or_crash(tools.answer([call]))
+            messages += [answer.message, {"role": "user", "content": result["content"].replace("\n", " ")}]
+        log = await (await box.box()).read_file("/work/log")
+    return session.samples(sample, reward=float(len(log.split())), extra_metadata={"log": log})
 
 
 # Of an agent program: its messages, as far as it has got, and the addresses it has used.

@@ -26,7 +26,7 @@ class DaytonaSandbox(VendorSandbox):
     async def _start(self) -> Any:
         import daytona
 
-        # Minutes: a sandbox whose owner died stops by itself, and is deleted when it stops.
+        # Minutes without activity: a sandbox whose owner died stops, and is deleted when it stops.
         ends = {"auto_stop_interval": math.ceil(self.timeout / 60), "auto_delete_interval": 0}
         if self.image is None:
             wanted = daytona.CreateSandboxFromSnapshotParams(**ends)
@@ -47,6 +47,9 @@ class DaytonaSandbox(VendorSandbox):
         finally:
             if self._client is not None:
                 await self._client.close()
+
+    async def _renew(self, box: Any) -> None:
+        await box.refresh_activity()
 
     async def _end(self, box: Any) -> None:
         await self._client.delete(box)

@@ -45,6 +45,9 @@ class E2BSandbox(VendorSandbox):
         self.sandbox_id = box.sandbox_id
         return box
 
+    async def _renew(self, box: Any) -> None:
+        await box.set_timeout(self.timeout)
+
     async def _end(self, box: Any) -> None:
         await box.kill()
 

@@ -11,6 +11,8 @@ is a nonce: only this process knows it, so no other process can forge a reply th
     {"op": "kill", "id": "5f.."}
     {"op": "write", "id": "a0..", "path": "/work/a", "timeout": 120}, content
     {"op": "read", "id": "c3..", "path": "/work/a", "most": 1000, "timeout": 120}
+    {"op": "pack", "id": "d4..", "most": 1000, "timeout": 120}
+    {"op": "unpack", "id": "e5..", "timeout": 120}, the archive
 
 Commands and file operations run in children that hold none of the descriptors of this process.
 """
@@ -204,7 +206,7 @@ class Agent:
             os.close(fd)
         for fd in (feed, out, err):
             os.set_blocking(fd, False)
-        kept = request["most"] if request["op"] == "read" else self.limits["output_bytes"]
+        kept = request.get("most", self.limits["output_bytes"])
         job = Job(request, pid, (feed, out, err), content, kept)
         self.jobs[job.number] = job
         for fd in (out, err):

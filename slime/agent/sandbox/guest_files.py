@@ -6,6 +6,7 @@ Python >= 3.8.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 def file_operation(request: dict[str, Any]) -> int:
     """Read or write a file; returns 0, or the number of the error after writing its text to stderr."""
     try:
-        (write_file if request["op"] == "write" else read_file)(request)
+        operations = {"write": write_file, "read": read_file, "pack": pack_files, "unpack": unpack_files}
+        operations[request["op"]](request)
     except OSError as error:
         os.write(2, (error.strerror or str(error)).encode())
         return error.errno or errno.EIO
@@ -70,3 +72,37 @@ def read_file(request: dict[str, Any]) -> None:
             raise OSError(errno.EFBIG, "it is too large")
         while view:
             view = view[os.write(1, view) :]
+
+
+def own_paths() -> list[str]:
+    """Return all that is on the sandbox's own root, without what is mounted there; folders come first."""
+    device, found = os.lstat("/").st_dev, []
+    for folder, folders, files in os.walk("/"):
+        folders[:] = [name for name in folders if os.lstat(os.path.join(folder, name)).st_dev == device]
+        paths = [os.path.join(folder, name) for name in (*folders, *files)]
+        found += [path for path in paths if os.lstat(path).st_dev == device]
+    return found
+
+
+def pack_files(request: dict[str, Any]) -> None:
+    import tarfile  # most sandboxes are never packed
+
+    paths = own_paths()
+    if sum(os.lstat(path).st_size + 1024 for path in paths) > request["most"]:
+        raise OSError(errno.EFBIG, "they are too large")
+    with tarfile.open(fileobj=os.fdopen(1, "wb"), mode="w|") as archive:
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):  # a program has just removed it
+                archive.add(path, recursive=False)
+
+
+def unpack_files(request: dict[str, Any]) -> None:
+    """Replace all that is on the sandbox's own root by what an archive holds."""
+    import tarfile
+
+    with tarfile.open(fileobj=os.fdopen(0, "rb"), mode="r|") as archive:
+        archive.extraction_filter = lambda member, path: member  # the archive of a sandbox like this one
+        for path in reversed(own_paths()):
+            with contextlib.suppress(OSError):  # a folder in which something is mounted
+                (os.unlink if os.path.islink(path) or not os.path.isdir(path) else os.rmdir)(path)
+        archive.extractall("/")

@@ -206,6 +206,21 @@ class LocalSandbox:
             raise SandboxError(f"{sandbox_path} cannot be read: {header['error']}")
         return blob
 
+    async def pack(self) -> bytes:
+        """Return an archive of all files of the sandbox, for `unpack`. Not of one without an own root."""
+        return await self._archive("pack", b"")
+
+    async def unpack(self, archive: bytes) -> None:
+        """Replace all files by those of another sandbox. The processes of that one are not restored."""
+        await self._archive("unpack", archive)
+
+    async def _archive(self, operation: str, archive: bytes) -> bytes:
+        request = {"op": operation, "most": self.limits.disk_bytes, "timeout": _FILE_S}
+        header, blob = await self._ask(request, archive, _FILE_S + _GRACE_S)
+        if "error" in header:
+            raise SandboxError(f"the files of {self.sandbox_id}: {operation} failed: {header['error']}")
+        return blob
+
     # -- the pipe
 
     @property

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
+_RENEWALS = 4  # of a lease, in its time
 # Parts of the names of exceptions in HTTP libraries which mean that the call may not have arrived.
 _TRANSIENT = re.compile(
     "Protocol|Connect|Read|Write|Pool|SSL|Disconnected|RateLimit|Unavailable|Unreachable|Busy"
@@ -42,14 +43,20 @@ class VendorSandbox(abc.ABC):
         self, image: str | None = None, *, timeout: int | None = None, rpc_retries: int | None = None
     ):
         self.image = image
-        self.timeout = timeout or int(os.environ.get("SLIME_AGENT_SANDBOX_LIFETIME_SEC") or 3600)
+        # A lease, which is renewed as long as this process lives: an episode may take longer.
+        self.timeout = timeout or int(os.environ.get("SLIME_AGENT_SANDBOX_LIFETIME_SEC") or 900)
         self.rpc_retries = rpc_retries or int(os.environ.get("SLIME_AGENT_SANDBOX_RPC_RETRIES") or 6)
         self.sandbox_id = ""
         self._box: Any = None
+        self._renewing: asyncio.Task[None] | None = None
 
     @abc.abstractmethod
     async def _start(self) -> Any:
         """Create a sandbox, set `sandbox_id` and return the vendor's object."""
+
+    @abc.abstractmethod
+    async def _renew(self, box: Any) -> None:
+        """Let the sandbox live for `timeout` seconds from now."""
 
     @abc.abstractmethod
     async def _end(self, box: Any) -> None: ...
@@ -71,16 +78,28 @@ class VendorSandbox(abc.ABC):
             raise SandboxUnavailable(
                 f"--sandbox {self.kind} needs the package {self.kind}: pip install 'slime-rl[{self.kind}]'"
             ) from None
+        self._renewing = asyncio.create_task(self._renew_until_closed(self._box))
         return self
+
+    async def _renew_until_closed(self, box: Any) -> None:
+        while True:
+            await asyncio.sleep(self.timeout / _RENEWALS)
+            try:
+                await self._renew(box)
+            except Exception as error:  # the next renewal is early enough
+                message = "The lease of %s sandbox %s was not renewed (%s); the next try is in %g s."
+                logger.warning(message, self.kind, self.sandbox_id, error, self.timeout / _RENEWALS)
 
     async def __aexit__(self, *details: object) -> None:
         box, self._box = self._box, None
         if box is None:
             return
+        if self._renewing is not None:
+            self._renewing.cancel()
         try:
             await self._retry("end", lambda: self._end(box))
         except Exception as error:
-            message = "%s sandbox %s could not be ended (%s); it ends when its lifetime is over."
+            message = "%s sandbox %s could not be ended (%s); it ends when its lease is over."
             logger.warning(message, self.kind, self.sandbox_id, error)
 
     async def exec(

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shlex
+import zlib
 from collections.abc import Iterator
 from typing import Annotated, Self
 
-from slime.agent.sandbox import Limits, Sandbox, SandboxDied, SandboxError, open_sandbox
+from slime.agent.sandbox import Limits, LocalSandbox, Sandbox, SandboxDied, SandboxError, open_sandbox
+from slime.agent.sandbox.isolation import PLAIN
 from slime.agent.tools.registry import ToolError, ToolServerDied
+from slime.catalog.sandboxes import SANDBOXES
+
+logger = logging.getLogger(__name__)
 
 
 class BoxTools:
@@ -30,6 +36,9 @@ class BoxTools:
         self._stack = contextlib.AsyncExitStack()
         self._starting = asyncio.Lock()
         self._box: Sandbox | None = None
+        # After a crash the sandbox is restored. Its commands have had no effect outside of it.
+        row = SANDBOXES.get(kind)
+        self.survives = self.repeatable = row is not None and row.is_local and row.isolation != PLAIN
 
     async def __aenter__(self) -> Self:
         return self
@@ -44,6 +53,18 @@ class BoxTools:
                 context = open_sandbox(self._kind, image=self._image, limits=self._limits)
                 self._box = await self._stack.enter_async_context(context)
         return self._box
+
+    async def save(self) -> bytes:
+        """Return the files of the sandbox as they are now."""
+        sandbox = await self.box()
+        assert isinstance(sandbox, LocalSandbox), "others do not survive"
+        return zlib.compress(await sandbox.pack(), 1)
+
+    async def restore(self, state: bytes) -> None:
+        sandbox = await self.box()
+        assert isinstance(sandbox, LocalSandbox), "others do not survive"
+        await sandbox.unpack(zlib.decompress(state))
+        logger.info("Sandbox %s has the files that it had before the crash; no process.", sandbox.sandbox_id)
 
     async def python(self, code: Annotated[str, "a whole program; print what you want to see"]) -> str:
         """Runs a Python program and returns what it prints."""

@@ -14,6 +14,7 @@ from patience import LONG_S, eventually, longer_each_time
 from slime.agent.sandbox import (
     BoxPool,
     CommandFailed,
+    Limits,
     LocalSandbox,
     Sandbox,
     SandboxDied,
@@ -245,3 +246,35 @@ def test_a_box_that_cannot_start_says_why():
     if why_not(BUBBLEWRAP) is None:
         with pytest.raises(SandboxUnavailable, match="/no/such/folder"):
             asyncio.run(inner())
+
+
+@pytest.mark.parametrize("kind", WALLED)
+def test_the_files_of_a_sandbox_are_those_of_the_packed_one(kind):
+    async def inner():
+        async with LocalSandbox(isolation=kind) as first, LocalSandbox(isolation=kind) as second:
+            await first.exec(
+                "echo a > a; mkdir -p /tmp/d; echo b > /tmp/d/b; ln -s /work/a /tmp/d/link; chmod 750 a; "
+                "rm /etc/hosts; head -c 3000000 /dev/urandom > /work/big; sleep 1000 >/dev/null 2>&1 &",
+                check=True,
+            )
+            await second.exec("mkdir -p x/y; echo old > x/y/z; echo old > a; ln -s a more", check=True)
+            for _ in range(2):  # also over itself
+                await second.unpack(await first.pack())
+            look = "find / -xdev -not -path '/dev*' -not -path '/proc*' -printf '%p %y %m %s %l\\n' | sort"
+            there, here = [(await box.exec(f"{look}; cksum /work/big"))[1] for box in (first, second)]
+            assert "/tmp/d/link l 777 7 /work/a" in there and there == here
+            assert (await second.exec("cat /tmp/d/link; python3 -c 'print(6 * 7)'"))[1] == "a\n42\n"
+            assert "sleep 1000" not in (await second.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '"))[1]
+
+    asyncio.run(inner())
+
+
+@pytest.mark.parametrize("kind", WALLED)
+def test_a_sandbox_that_is_too_large_to_be_packed_says_so_and_stays_usable(kind):
+    async def work(box):
+        await box.exec("touch $(seq 3000)", check=True)  # an archive has half a KiB for each
+        with pytest.raises(SandboxError, match="too large"):
+            await box.pack()
+        assert (await box.exec("echo on"))[1] == "on\n"
+
+    in_box(work, isolation=kind, limits=Limits(disk_bytes=1 << 20, output_bytes=1 << 19))

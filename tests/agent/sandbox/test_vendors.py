@@ -30,6 +30,7 @@ def vendor_class(request, monkeypatch):
     monkeypatch.setattr(vendor, "_FIRST_WAIT_S", 0.0)
     fakes.faults.clear()
     fakes.made_with.clear()
+    fakes.renewed.clear()
     yield made
     assert not fakes.alive
 
@@ -107,6 +108,22 @@ def test_a_box_ends_by_itself_when_nobody_ends_it(vendor_class):
     assert wanted.get("timeout") == 120 or wanted.get("auto_stop_interval") == 2
 
 
+def test_a_box_lives_as_long_as_its_owner_and_no_longer(vendor_class, monkeypatch, caplog):
+    """The lease is renewed during an episode and its verifier, also after a renewal that failed."""
+    monkeypatch.setattr(vendor, "_RENEWALS", 120 / 0.01)
+
+    async def work(box):
+        while len(fakes.renewed) < 2:
+            await asyncio.sleep(0.01)
+        fakes.faults[:] = [fakes.ConnectError("reset")]
+        while fakes.faults or len(fakes.renewed) < 4:
+            await asyncio.sleep(0.01)
+
+    in_box(vendor_class, work, timeout=120)
+    assert {lease for _, lease in fakes.renewed} == {120 if vendor_class is E2BSandbox else None}
+    assert "was not renewed (reset)" in caplog.text
+
+
 def test_the_image_goes_to_e2b_as_template_or_by_the_key_of_a_gateway(monkeypatch):
     monkeypatch.setitem(sys.modules, "e2b", fakes.fake_e2b())
     fakes.made_with.clear()
@@ -148,6 +165,7 @@ def test_the_fake_of_e2b_has_only_parameters_of_the_real_one():
         (fakes.E2BCommands.run, commands.run),
         (fakes.E2BFiles.write, files.write),
         (fakes.E2BFiles.read, files.read),
+        (fakes.E2BFake.set_timeout, e2b.AsyncSandbox.set_timeout),
     ):
         assert parameters(fake) <= parameters(real)
     for error in (fakes.CommandExitException, fakes.TimeoutException, fakes.NotFoundException):
@@ -163,6 +181,7 @@ def test_the_fake_of_daytona_has_only_parameters_of_the_real_one():
         (fakes.AsyncDaytona.delete, daytona.AsyncDaytona.delete),
         (fakes.DaytonaBox.exec, process.exec),
         (fakes.DaytonaBox.upload_file, files.upload_file),
+        (fakes.DaytonaBox.refresh_activity, daytona.AsyncSandbox.refresh_activity),
     ):
         assert parameters(fake) <= parameters(real)
     fields = set(daytona.CreateSandboxFromImageParams.model_fields)
