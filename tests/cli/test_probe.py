@@ -3,13 +3,15 @@
 import contextlib
 import json
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from aiohttp import web
-from engine_under_test import load_model
+from engine_under_test import load_model, served_by_sglang
+from patience import PATIENCE_S
 from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_model
 
@@ -163,6 +165,46 @@ def words_of(name: str, model: Path, adapter: Path, folder: Path) -> tuple[Path,
 def test_planted_faults_are_named(name, model, adapter, tmp_path, capsys):
     held, flags, said = words_of(name, model, adapter, tmp_path)
     with served(held) as url:
+        assert main([url, *flags]) == 1
+    diagnosis = capsys.readouterr().out.splitlines()[-1]
+    assert diagnosis.startswith("Diagnosis: ") and said in diagnosis
+
+
+# Weights that a server can be given; the other faults need a server of their own.
+IN_WEIGHTS = ("no adapter", "wrong adapter", "no alpha", "stale version", "swapped tensors", "swapped layers")
+
+
+def load_from(url: str, model: Path) -> None:
+    """Let a real SGLang server load other weights, as a weight push from disk does."""
+    body = json.dumps({"model_path": str(model)}).encode()
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/update_weights_from_disk", body, kind)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        assert json.load(answer)["success"]
+
+
+@pytest.mark.sglang
+def test_planted_faults_of_a_real_sglang_server_are_named(model, adapter, tmp_path, capsys):
+    with served_by_sglang(model, tmp_path / "engine.log") as url:
+        assert main([url, "--model", str(model)]) == 0
+        assert capsys.readouterr().out.endswith("with these weights; nothing differs.\n")
+        for name in IN_WEIGHTS:
+            folder = tmp_path / name.replace(" ", "-")
+            folder.mkdir()
+            held, flags, said = words_of(name, model, adapter, folder)
+            load_from(url, held)
+            assert main([url, *flags]) == 1
+            diagnosis = capsys.readouterr().out.splitlines()[-1]
+            assert diagnosis.startswith("Diagnosis: ") and said in diagnosis, name
+        load_from(url, merged(model, adapter, tmp_path / "right"))
+        assert main([url, "--model", str(model), "--adapter", str(adapter)]) == 0
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("name", ["wrong rope", "wrong template"])
+def test_a_real_sglang_server_of_another_configuration_is_named(name, model, adapter, tmp_path, capsys):
+    held, flags, said = words_of(name, model, adapter, tmp_path)
+    with served_by_sglang(held, tmp_path / "engine.log") as url:
         assert main([url, *flags]) == 1
     diagnosis = capsys.readouterr().out.splitlines()[-1]
     assert diagnosis.startswith("Diagnosis: ") and said in diagnosis
