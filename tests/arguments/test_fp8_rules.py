@@ -1,6 +1,7 @@
 """Engines in FP8: from an FP8 folder, or from a 16-bit checkpoint by one flag."""
 
 import json
+import sys
 
 import pytest
 from argument_helpers import parse
@@ -48,3 +49,42 @@ def test_an_fp8_folder_needs_no_flag_and_a_rounding_needs_fp8(fp8_folder):
         parse("--rollout-quantization", "fp8", hf_checkpoint=fp8_folder)
     with pytest.raises(ValueError, match="the engines hold no FP8 weights"):
         parse("--fp8-rounding", "nearest")
+
+
+def test_int4_needs_no_other_flag_with_the_embedded_engine_and_files_with_sglang(tmp_path):
+    args = parse("--rollout-quantization", "int4")
+    assert (
+        args.rollout_quantization == "int4" and args.logprob_diff_threshold == parse().logprob_diff_threshold
+    )
+    sglang = (
+        "--rollout-engine",
+        "sglang",
+        "--sglang-python",
+        sys.executable,
+        "--rollout-quantization",
+        "int4",
+    )
+    with pytest.raises(ValueError, match="use --update-weight-transport disk"):
+        parse(*sglang)
+    disk = ("--update-weight-transport", "disk", "--update-weight-disk-dir", str(tmp_path))
+    assert parse(*sglang, *disk).update_weight_transport == "disk"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--fp8-training",), "remove --fp8-training"),
+        (("--dtype", "float16"), "need --dtype bfloat16 or float32"),
+        (("--lora-rank", "4"), "remove --lora-rank"),
+        (("--fp8-rounding", "nearest"), "the engines hold no FP8 weights"),
+        (("--train-backend", "megatron"), "only --train-backend fsdp rounds weights"),
+    ],
+)
+def test_int4_is_refused_where_the_trainer_cannot_round_as_the_engine_does(words, message):
+    with pytest.raises(ValueError, match=message):
+        parse("--rollout-quantization", "int4", *words)
+
+
+def test_int4_of_an_fp8_folder_is_refused(fp8_folder):
+    with pytest.raises(ValueError, match="contains FP8 weights already"):
+        parse("--rollout-quantization", "int4", hf_checkpoint=fp8_folder)

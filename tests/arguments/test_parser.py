@@ -117,7 +117,7 @@ def test_no_declared_flag_is_listed_as_missing():
         (("--opsd-beta", "0.5"), "--opsd-beta: it belongs to --opd-type self"),
         (("--save-lora", "adapters"), "--save-lora: .*--save-hf"),
         (("--lora-target-preset", "dense_mlp"), "--lora-target-preset: .*--lora-target-modules"),
-        (("--int4-params-rollout",), "--int4-params-rollout: .*--rollout-quantization fp8"),
+        (("--int4-params-rollout",), "--int4-params-rollout: .*--rollout-quantization int4"),
     ],
 )
 def test_flags_of_forks_are_refused_with_what_to_use_instead(words, instead):

@@ -133,7 +133,7 @@ def test_families_with_other_experts_and_odd_sizes_are_refused():
     experts = next(module for module in lm.modules() if grouped_experts.computes_same(module))
     assert experts.forward.__func__ is grouped_experts._forward_fp8
     experts.down_proj = torch.nn.Parameter(torch.zeros(4, 32, 24))
-    with pytest.raises(ValueError, match="experts of qwen3_moe are 32 x 24, and FP8 products take multiples"):
+    with pytest.raises(ValueError, match="experts of qwen3_moe are 32 x 24, and multiples of 16 are needed"):
         grouped_experts.use_fp8(lm, decoder_layers(lm), CPU)
 
 
@@ -179,10 +179,9 @@ def test_experts_on_a_gpu_are_those_of_the_same_values_in_full_precision(shape):
 @pytest.mark.gpu
 def test_kernels_write_the_numbers_that_a_cpu_computes():
     from slime.backends.experts import experts_kernels
-    from slime.backends.experts import fp8_experts_kernels as kernels
     from slime.backends.experts.experts_operator import _Plain
-    from slime.backends.experts.fp8_experts import _transposed
-    from slime.backends.fp8.scaling import by_rows
+    from slime.backends.fp8 import fp8_kernels
+    from slime.backends.fp8.scaling import by_rows, turn
 
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(70, 3072, generator=generator) * torch.exp2(torch.arange(70) % 20 - 10.0)[:, None]
@@ -190,19 +189,18 @@ def test_kernels_write_the_numbers_that_a_cpu_computes():
     broken = matrix.clone()
     broken[3, 5], broken[4, 2900] = float("inf"), float("nan")
     for source in (matrix, matrix.bfloat16()):
-        values, factors = kernels.quantize(source.cuda())
+        values, factors = fp8_kernels.by_rows(source.cuda())
         expected = by_rows(source)
         assert torch.equal(values.cpu().view(torch.uint8), expected.values.view(torch.uint8))
         assert torch.equal(factors.cpu(), expected.factors)
-    assert kernels.quantize(broken.cuda())[1].isnan().flatten().nonzero().flatten().tolist() == [3, 4]
+    assert fp8_kernels.by_rows(broken.cuda())[1].isnan().flatten().nonzero().flatten().tolist() == [3, 4]
     scaled = by_rows(matrix)
     index = torch.randint(-1, 70, (208,), generator=generator, dtype=torch.int32)
     for picked, rows in ((index, 208), (None, 70)):
-        shares = torch.exp2(-torch.randint(0, 9, (rows,), generator=generator).float())
-        found = kernels.transpose(
-            scaled.values.cuda(), shares.cuda(), None if picked is None else picked.cuda()
-        )
-        expected = _transposed(scaled.values, shares, picked)
+        shares = torch.exp2(-torch.randint(0, 9, (rows, 1), generator=generator).float())
+        picked = picked if picked is None else picked.cuda()
+        found = fp8_kernels.turn(scaled.values.cuda(), shares.cuda(), picked, -(-rows // 16) * 16)
+        expected = turn(scaled.values, shares, picked if picked is None else picked.cpu())
         assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
     both, grad = torch.randn(40, 2 * 768, generator=generator), torch.randn(40, 768, generator=generator)
     weights, order = torch.rand(10, 4, generator=generator), torch.randperm(40, generator=generator).int()

@@ -84,7 +84,6 @@ MISSING = {
     "KTO, ORPO and their like": lambda: _names(r"['\"](kto|orpo|simpo)(_loss)?['\"]"),
     "runs on AMD, Ascend or TPU shown": lambda: False,  # a matter of runs
     "QLoRA, adapters on a model in 4 bits": lambda: _names(r"(?i)qlora|['\"]nf4['\"]"),
-    "INT4 training for INT4 engines (QAT)": lambda: _names(r"['\"]int4['\"]"),
     "MXFP8 or NVFP4": lambda: _names(r"(?i)['\"](mxfp8|nvfp4)['\"]"),
     "draft models trained during the run": lambda: _names(r"(?i)(eagle3?|draft)_loss|train_draft"),
     "video and audio": lambda: not _names(r'kind in \("video", "audio"\)'),

@@ -37,16 +37,15 @@ def outputs(function, inputs):
     return [out, *grads]
 
 
-def tiny_mixture(family):
+def tiny_mixture(family, **sizes):
     import transformers
 
     shared = dict(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
     )
     if family == "qwen3_moe":
-        config = transformers.Qwen3MoeConfig(
-            **shared, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=16
-        )
+        plain = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=16)
+        config = transformers.Qwen3MoeConfig(**shared | plain | sizes)
     elif family == "glm4_moe":
         config = transformers.Glm4MoeConfig(
             **shared, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,

@@ -74,7 +74,7 @@ def sent_by(backend, model: Path) -> list[list]:
     """The buckets as a trainer rank sends them to engines of that checkpoint."""
     sender = RankSender.__new__(RankSender)
     sender._backend, sender._content, sender._fp8 = backend, "model", checkpoint_format(model)
-    sender._dither_seed = None
+    sender._dither_seed = sender._int4 = None
     return [sender._in_engine_format(bucket) for bucket in sender._stream(None)]
 
 

@@ -29,8 +29,7 @@ _INSTEAD = {
     "true-on-policy-mode": "SGLang's deterministic kernels are not the trainer's, so log-probs differ by "
     "rounding (docs/engines.md); --deterministic-mode repeats a run bit by bit, and "
     "--sglang-rl-on-policy-target fsdp brings SGLang nearest to the trainer",
-    "int4-params-rollout": "engines get weights in 16 bits or FP8: use --rollout-quantization fp8, or remove "
-    "it and give a 16-bit --hf-checkpoint",
+    "int4-params-rollout": "give a 16-bit --hf-checkpoint and --rollout-quantization int4 (or fp8)",
 }
 _TEACHER = (
     "the teacher of a distillation is chosen with --use-opd: --opd-type trainer --opd-teacher-load MODEL, or "

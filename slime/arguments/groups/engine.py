@@ -92,7 +92,9 @@ class WeightSyncFlags:
         None, "function called on every rank after a version was written", only_with=DISK
     )
     rollout_quantization: str = flag(
-        "none", "fp8: engines serve a 16-bit --hf-checkpoint in FP8 blocks", choices=("none", "fp8")
+        "none",
+        "serve a 16-bit --hf-checkpoint in FP8 blocks, or in INT4, to which the trainer then rounds",
+        choices=("none", "fp8", "int4"),
     )
     fp8_rounding: str = flag(
         "auto",

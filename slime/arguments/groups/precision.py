@@ -85,9 +85,9 @@ def engine_precision(draft: Draft) -> None:
     """Derive settings for FP8 engines, which differ from the trainer by more than rounding of sums."""
     path = draft.engine_topology.policy.model_path
     from_folder = bool(path and block_size_of(path))
-    if draft.rollout_quantization == "fp8":
+    if draft.rollout_quantization != "none":
         _from_16_bit(draft, from_folder)
-    elif not from_folder:
+    if draft.rollout_quantization != "fp8" and not from_folder:
         if draft.was_given("fp8_rounding") and draft.fp8_rounding != "auto":
             raise ValueError(f"--fp8-rounding is {draft.fp8_rounding}, but the engines hold no FP8 weights.")
         return
@@ -130,11 +130,13 @@ def fp8_training(draft: Draft) -> None:
 
 
 def _from_16_bit(draft: Draft, from_folder: bool) -> None:
-    """Check --rollout-quantization fp8: engines get all weights by pushes, which slime converts."""
+    """Check --rollout-quantization: engines get all weights by pushes, which slime converts."""
     policy = draft.engine_topology.policy
     own = {"--" + word for group in policy.groups for word in group.overrides}
     given = {word.split("=")[0] for word in draft.sglang_options} | {word.replace("_", "-") for word in own}
     taken = [f"--sglang-{word.removeprefix('--')}" for word in _SET_FOR_FP8 if word in given]
+    # With INT4 the trainer computes with the values that engines hold.
+    int4, transport = draft.rollout_quantization == "int4", draft.update_weight_transport
     reasons = {
         f"{policy.model_path} contains FP8 weights already; give a 16-bit --hf-checkpoint": from_folder,
         "external engines choose their own format; start them from an FP8 checkpoint": (
@@ -144,10 +146,23 @@ def _from_16_bit(draft: Draft, from_folder: bool) -> None:
         or draft.debug_train_only,
         "the model itself is never pushed; use --lora-sync merged": draft.lora_sync == "adapter",
         f"it sets SGLang's flags itself; remove {', '.join(taken)}": taken,
+        "only --train-backend fsdp rounds weights": int4 and draft.train_backend != "fsdp",
+        "rounded weights need --dtype bfloat16 or float32": int4 and draft.dtype == "float16",
+        "products are in 16 bits; remove --fp8-training": int4 and draft.fp8_training,
+        "rounded weights have no adapters; remove --lora-rank": int4 and draft.lora_rank,
+        "cut matrices have other groups; use --tensor-model-parallel-size 1": (
+            int4 and draft.tensor_model_parallel_size > 1
+        ),
+        "deltas are of 16-bit weights; use --update-weight-mode full": (
+            int4 and draft.update_weight_mode != "full"
+        ),
+        "SGLang gets packed weights as files; use --update-weight-transport disk": (
+            int4 and draft.rollout_engine == "sglang" and transport != "disk"
+        ),
     }
     for why, holds in reasons.items():
         if holds:
-            raise ValueError(f"--rollout-quantization fp8: {why}.")
+            raise ValueError(f"--rollout-quantization {draft.rollout_quantization}: {why}.")
 
 
 def bfloat16_units(cpuinfo: str | None = None) -> tuple[bool, str]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slime.backends.experts.fp8_experts_kernels import factors_of, size_of
+from slime.backends.fp8.fp8_kernels import factors_of, size_of
 from slime.backends.fp8.scaling import FP8, Scaled
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slime.backends.fp8.scaling import ALIGNMENT, FP8, Scaled, by_rows
+from slime.backends.fp8.scaling import ALIGNMENT, FP8, Scaled, by_rows, by_rows_at_once, turn
 
 _SMALLEST = 2.0**-126  # of all factors
 
@@ -33,7 +33,7 @@ class FP8Steps:
         self.combine = plain.combine
 
     def gather(self, source: Tensor, order: Tensor, top_k: int) -> Rows:
-        return Rows(_scaled(source), order // top_k)
+        return Rows(by_rows_at_once(source), order // top_k)
 
     def product(self, rows: Rows, matrices: Tensor, ends: Tensor) -> Tensor:
         (values, factors), picked = rows
@@ -109,35 +109,18 @@ def _turned(rows: Rows, layout: _Layout) -> tuple[Tensor, Tensor]:
     blocks = own.view(-1, ALIGNMENT).amax(1)  # each belongs to one expert
     largest = own.new_full((len(layout.ends),), _SMALLEST)
     largest.scatter_reduce_(0, layout.experts[::ALIGNMENT], blocks, "amax")
-    return _transposed(values, own / largest[layout.experts], torch.where(known, index, -1)), largest
+    shares = own / largest[layout.experts]
+    return turn(values, shares[:, None], torch.where(known, index, -1)), largest
 
 
 def _weights(matrices: Tensor) -> Scaled:
     """[E, K, N] -> values [E, N, K], as products read them, and factors [E, N]."""
     experts, columns, outputs = matrices.shape
     if (turned := matrices.transpose(1, 2)).is_contiguous():
-        values, factors = _scaled(turned.flatten(0, 1))
+        values, factors = by_rows_at_once(turned.flatten(0, 1))
         return Scaled(values.view(turned.shape), factors.view(experts, outputs))
-    values, factors = _scaled(matrices.flatten(0, 1))
+    values, factors = by_rows_at_once(matrices.flatten(0, 1))
     by_expert = factors.view(experts, columns)
     largest = by_expert.amax(1, keepdim=True)
-    values = _transposed(values, (by_expert / largest).flatten())
+    values = turn(values, (by_expert / largest).view(-1, 1))
     return Scaled(values.view(outputs, experts, columns).transpose(0, 1), largest.repeat(1, outputs))
-
-
-def _scaled(matrix: Tensor) -> Scaled:
-    return Scaled(*_kernels().quantize(matrix)) if matrix.is_cuda else by_rows(matrix)
-
-
-def _transposed(values: Tensor, shares: Tensor, index: Tensor | None = None) -> Tensor:
-    """Return the transpose of values[index] * shares, with zeros where the index is -1."""
-    if values.is_cuda:
-        return _kernels().transpose(values, shares, index)
-    rows = values.float() if index is None else values.float()[index.long()] * (index >= 0)[:, None]
-    return (rows * shares[:, None]).to(FP8).T.contiguous()
-
-
-def _kernels() -> Any:
-    from slime.backends.experts import fp8_experts_kernels  # Triton, which CPU machines need not have
-
-    return fp8_experts_kernels

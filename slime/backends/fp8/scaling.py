@@ -47,15 +47,26 @@ def by_rows(matrix: Tensor) -> Scaled:
 def turned(matrix: Scaled) -> Scaled:
     """Return the transpose [K, M] with one factor; M is zero-padded to a multiple that products need."""
     largest = matrix.factors.amax()
-    return Scaled(_turn(matrix.values, matrix.factors / largest), largest)
+    return Scaled(turn(matrix.values, matrix.factors / largest), largest)
 
 
-def _turn(values: Tensor, shares: Tensor) -> Tensor:
-    """Return the transpose of values * shares, which are powers of two of at most 1."""
-    rows, size = values.shape[0], _aligned(values.shape[0])
+def turn(values: Tensor, shares: Tensor, index: Tensor | None = None) -> Tensor:
+    """Return the transpose of values[index] * shares [M, 1], which are powers of two of at most 1.
+
+    M is zero-padded; index -1 is a row of zeros.
+    """
+    rows, size = len(shares), _aligned(len(shares))
     if values.is_cuda:
-        return fp8_kernels.turn(values.contiguous(), shares, size)
-    return F.pad(values.float() * shares, (0, 0, 0, size - rows)).to(FP8).T.contiguous()
+        return fp8_kernels.turn(values.contiguous(), shares, index, size)
+    plain = values.float()
+    if index is not None:
+        plain = plain[index.long()] * (index >= 0)[:, None]
+    return F.pad(plain * shares, (0, 0, 0, size - rows)).to(FP8).T.contiguous()
+
+
+def by_rows_at_once(matrix: Tensor) -> Scaled:
+    """Like `by_rows`, for code that is not compiled: on a GPU one kernel."""
+    return Scaled(*fp8_kernels.by_rows(matrix)) if matrix.is_cuda else by_rows(matrix)
 
 
 def _aligned(size: int) -> int:

@@ -41,6 +41,7 @@ from slime.backends.fsdp import (
 )
 from slime.backends.fsdp.expert_replay import ExpertReplay
 from slime.backends.fsdp.expert_watch import ExpertWatch
+from slime.backends.fsdp.int4_training import use_int4
 from slime.backends.fsdp.layer_execution import prepare_layers, require_input_gradient
 from slime.backends.fsdp.loss_scale import LossScale
 from slime.backends.fsdp.mesh import Mesh
@@ -139,6 +140,8 @@ class FSDPBackend(TrainBackend):
         if args.fp8_training:
             use_fp8(layers, self.device, self.compute_dtype)
             grouped_experts.use_fp8(model.lm, layers, self.device)
+        if args.rollout_quantization == "int4" and self.role == LIVE and model is self.model:
+            use_int4(model.lm, self.device, self.compute_dtype)
         if compiles:
             grouped_experts.keep_out_of_compiling(layers)
             require_input_gradient(model.lm)

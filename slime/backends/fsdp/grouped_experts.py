@@ -1,6 +1,7 @@
 """Replaces the experts of a transformers model with slime's operator, if it supports the family."""
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,24 +37,35 @@ def use_operator(lm: HFModel) -> None:
 
 def use_fp8(lm: HFModel, layers: list[nn.Module], device: torch.device) -> None:
     """Run the layers' experts by `gated_experts` in FP8; experts that it cannot compute are a ValueError."""
+    if replace_experts(lm, layers, _forward_fp8, "--fp8-training", ALIGNMENT):
+        check_device(device, _small_mixture, _TOLERANCE)
+
+
+def replace_experts(
+    lm: HFModel, layers: list[nn.Module], forward: Callable[..., Tensor], flag: str, multiple: int
+) -> bool:
+    """Replace the forward pass of all experts; False: there are none. ValueError: some are of another kind.
+
+    `multiple`: what divides the sizes of their matrices.
+    """
     kind = lm.config.model_type
     stacked: list[Any] = [module for layer in layers for module in layer.modules() if _is_stacked(module)]
     if not stacked or not has_experts(lm.config.get_text_config()):
-        return
+        return False
     for module in stacked:
         if not computes_same(module):
             raise ValueError(
-                f"--fp8-training: {type(module).__name__} of {kind} is not silu(gate) * up between two "
-                "products without bias, which is what slime computes in FP8; remove it."
+                f"{flag}: {type(module).__name__} of {kind} is not silu(gate) * up between two products "
+                "without bias, which is what slime computes; remove it."
             )
         width, inner = module.down_proj.shape[1:]
-        if width % ALIGNMENT or inner % ALIGNMENT:
+        if width % multiple or inner % multiple:
             raise ValueError(
-                f"--fp8-training: the experts of {kind} are {width} x {inner}, and FP8 products take "
-                f"multiples of {ALIGNMENT} only; remove it."
+                f"{flag}: the experts of {kind} are {width} x {inner}, and multiples of {multiple} are "
+                "needed; remove it."
             )
-        module.forward = types.MethodType(_forward_fp8, module)
-    check_device(device, _small_mixture, _TOLERANCE)
+        module.forward = types.MethodType(forward, module)
+    return True
 
 
 def _is_stacked(module: Any) -> bool:

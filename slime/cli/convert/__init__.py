@@ -1,4 +1,4 @@
-"""`slime convert`: convert weights between Hugging Face folders, trainer checkpoints and FP8."""
+"""`slime convert`: convert weights between Hugging Face folders, trainer checkpoints, FP8 and INT4."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if options.what == "hf-to-fp8":
             fp8_folder.quantize(source, target, options)
+        elif options.what == "hf-to-int4":
+            fp8_folder.quantize_int4(source, target)
         elif options.what == "fp8-to-bf16":
             fp8_folder.dequantize(source, target)
         elif options.what == "hf-to-dist":
@@ -74,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     add = command("hf-to-fp8", fp8, "the model", ("--model-dir",), ("--save-dir",))
     add("--block-size", type=int, nargs=2, default=(128, 128), metavar=("ROWS", "COLUMNS"), help="[128 128]")
     add("--scale-fmt", choices=("ue8m0",), help="ue8m0: scales are powers of two")
+
+    int4 = "convert a Hugging Face model to INT4 in groups of 32: its experts, else its linear layers"
+    command("hf-to-int4", int4, "the model", ("--model-dir",), ("--save-dir",))
 
     command(
         "fp8-to-bf16", "convert a Hugging Face model in FP8 blocks (DeepSeek-V3) to bf16", "the FP8 model"

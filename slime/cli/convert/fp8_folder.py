@@ -1,4 +1,4 @@
-"""Converts a Hugging Face folder to FP8 or back by files; the new one appears complete or not at all."""
+"""Converts a Hugging Face folder to FP8 or back, or to INT4; the new one appears complete or not at all."""
 
 import argparse
 import json
@@ -19,6 +19,7 @@ from slime.utils.files.safetensors_files import (
     write_tensors,
 )
 from slime.utils.models.model_config import block_size_of, quantization_config
+from slime.weight_sync import int4
 from slime.weight_sync.fp8 import quantize_state
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
@@ -26,10 +27,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 
 def quantize(source: Path, target: Path, options: argparse.Namespace) -> None:
     """Write a 16-bit model in FP8 blocks."""
-    config = json.loads((source / "config.json").read_text())
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise ValueError(f"--hf-checkpoint {source} is quantised already ({method}): give the 16-bit model.")
+    config = _unquantized(source)
     if min(options.block_size) < 1:
         raise ValueError(
             f"--block-size is {' '.join(map(str, options.block_size))}: both must be at least 1."
@@ -46,6 +44,23 @@ def quantize(source: Path, target: Path, options: argparse.Namespace) -> None:
     staging = _write(source, target, convert)
     how = quantization_config(block, scale_fmt=options.scale_fmt, kept=kept)
     _finish(source, staging, target, config | {"quantization_config": how})
+
+
+def quantize_int4(source: Path, target: Path) -> None:
+    """Write a 16-bit model with packed INT4 weights."""
+    config, names = _unquantized(source), int4.int4_names(source)
+    staging = _write(
+        source, target, lambda file: dict(int4.quantize_named(read_tensors([file]), names, packed=True))
+    )
+    _finish(source, staging, target, config | {"quantization_config": int4.packed_config(source)})
+
+
+def _unquantized(source: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ValueError(f"--hf-checkpoint {source} is quantised already ({method}): give the 16-bit model.")
+    return config
 
 
 def dequantize(source: Path, target: Path) -> None:

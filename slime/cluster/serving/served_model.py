@@ -28,7 +28,7 @@ from slime.utils.async_utils import run
 from slime.utils.http_utils import token_of
 from slime.utils.machine.children import import_environment, thread_environment
 from slime.utils.machine.run_identity import LOOPBACK, Run
-from slime.weight_sync.fp8 import served_config
+from slime.weight_sync.int4 import engine_config
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,8 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
         path, pushed = models[place.model].model_path, models[place.model].update_weights
         if path is None:
             raise ValueError("--hf-checkpoint is required: engines serve its model.")
-        quantization = served_config(path) if args.rollout_quantization == "fp8" and pushed else None
+        how = args.rollout_quantization if pushed else "none"
+        quantization = engine_config(how, args.rollout_engine, path)
         threads = args.engine_threads or kind.command.num_threads(Path(path), cores)
         name = f"{place.name}-node-{place.node}" if place.node else place.name
         site = EngineSite(path, pushed, place, slot.gpu_ids, slot.host, run.shm_prefix, threads, quantization)

@@ -21,6 +21,7 @@ from slime.utils.machine.run_identity import LOOPBACK, Run
 from slime.utils.misc import load_function
 from slime.utils.models.finite import first_non_finite
 from slime.utils.plugin_errors import place_of
+from slime.weight_sync import int4
 from slime.weight_sync.base import (
     DeltaOptions,
     LiveReport,
@@ -32,7 +33,7 @@ from slime.weight_sync.base import (
     WeightBundle,
 )
 from slime.weight_sync.disk import DiskSender
-from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named, served_config
+from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named
 from slime.weight_sync.stage_turns import StageTurns
 from slime.weight_sync.transports import live_sender_of, transport_of
 
@@ -61,9 +62,11 @@ class RankSender:
         self._plugin_args = plugin_args
         self.know_engines(engine_urls)
         live, self._content = TRANSPORTS[transport].live, TRANSPORTS[transport].content
-        self._quantization = served_config(self._policy_path) if args.rollout_quantization == "fp8" else None
+        how = args.rollout_quantization
+        self._quantization = int4.engine_config(how, args.rollout_engine, self._policy_path)
+        self._int4 = int4.int4_names(self._policy_path) if how == "int4" else None
         # The format that engines were started with, else that of their checkpoint.
-        served = self._quantization
+        served = self._quantization if how == "fp8" else None
         self._fp8 = Fp8Format.from_config(served) if served else checkpoint_format(self._policy_path)
         self._dither_seed = args.seed if args.fp8_rounding == "stochastic" else None
         self._live_sender: LiveSender | None = None
@@ -171,12 +174,14 @@ class RankSender:
         return export(dtype=_torch_dtype(dtype))
 
     def _in_engine_format(self, bucket: NamedTensors) -> NamedTensors:
-        """Convert a bucket to the FP8 format of the engines, if any. RunStopped: a value is not finite."""
+        """Convert a bucket to the engines' FP8 or INT4, if any. RunStopped: a value is not finite."""
         broken = first_non_finite(bucket)
         if broken is not None:
             raise RunStopped(
                 f"{broken} has values that are not finite numbers: these weights are not pushed."
             )
+        if self._int4 is not None:
+            return list(int4.quantize_named(bucket, self._int4, packed=self._quantization is not None))
         if self._fp8 is None or self._content == "adapter":
             return bucket
         return list(quantize_named(bucket, self._fp8, self._dither_seed, known_finite=True))
