@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slime.arguments import Args
 from slime.arguments.groups.data import DEFAULT_DATA_SOURCE
+from slime.arguments.run_info import RunInfo, plugin_args
 from slime.catalog.engines import ENGINES
 from slime.data.dataset import check_prompt_file, prompt_lengths
 from slime.data.prompt_rows import PromptFormat, row_to_sample
 from slime.data.prompt_sources import read_rows
 from slime.data.row_checks import PromptUse
 from slime.preflight.findings import Finding, Kind, error_of
-from slime.rollout.prompt_formats import EARLY_ROWS, prompt_files, training_format
+from slime.rollout.collection.conversations import describe_skipped
+from slime.rollout.prompt_formats import EARLY_ROWS, TRAIN_ON_ROWS, prompt_files, training_format
+from slime.utils.misc import load_function
 from slime.utils.models.model_config import context_of
 from slime.utils.processing_utils import load_tokenizer
-from slime.utils.types import Sample
+from slime.utils.types import Sample, flatten_samples
 
 LOOKED_AT = 1000  # rows whose length is measured
+_TOKENIZED = 100  # rows of a supervised run, which may be long
 
 
 def check_rows(args: Args) -> Iterator[Finding]:
@@ -88,6 +93,8 @@ def check_lengths(args: Args) -> Iterator[Finding]:
     """Report statistics of the first prompts; it is an error if all are too long, a warning if some are."""
     if not reads_prompts(args) or args.multimodal_keys or not args.hf_checkpoint:
         return
+    if args.rollout_function_path in TRAIN_ON_ROWS:
+        yield from _check_trained_rows(args)
     use = training_format(args).use
     if use is not PromptUse.ENGINE and args.rollout_max_prompt_len is None:
         return  # user functions and supervised losses have their own use of rows
@@ -100,6 +107,28 @@ def check_lengths(args: Args) -> Iterator[Finding]:
         yield from _left_out(found, args.rollout_max_prompt_len)
     if use is PromptUse.ENGINE:
         yield from _beyond_context(args, found)
+
+
+def _check_trained_rows(args: Args) -> Iterator[Finding]:
+    """Report which of the first rows a supervised run leaves out and why, and the lengths of the others."""
+    maker = args.rollout_function_path.rpartition(".")[0] + ".group_maker"
+    make_group = load_function(maker)(plugin_args(args, RunInfo("preflight", "")))
+    rows = list(first_samples(args, _TOKENIZED + 1))
+    made = [make_group([row]) for row in rows[:_TOKENIZED]]
+    seen = f"{'' if len(made) == len(rows) else 'the first '}{len(made)} rows"
+    skipped = Counter(one for one in made if isinstance(one, str))
+    lengths = [len(one.tokens) for one in flatten_samples(one for one in made if not isinstance(one, str))]
+    if skipped:
+        kind: Kind = "warning" if lengths or len(rows) > len(made) else "error"
+        text = f"{skipped.total()} of {seen} are left out"
+        yield Finding(kind, "--prompt-data", f"{text} ({describe_skipped(skipped)}).")
+    if not lengths:
+        return
+    yield Finding("note", "--prompt-data", f"{seen}: {min(lengths)} to {max(lengths)} tokens")
+    context = context_of(args.hf_checkpoint or "")
+    if context is not None and (count := sum(length > context for length in lengths)):
+        text = f"{count} of {len(lengths)} texts are longer than the model's context: leave them out"
+        yield Finding("warning", "--prompt-data", f"{text} with --rollout-max-context-len {context}.")
 
 
 def _left_out(found: PromptLengths, limit: int) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ of messages. The common part is the prompt; the assistant's tokens after it are 
 "margin".
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from slime.arguments import PluginArgs
@@ -23,19 +24,26 @@ def generate_rollout(
     """`--rollout-batch-size` pairs. One that cannot be compared is left out with its reason and replaced."""
     if evaluation:
         raise ValueError("preference_rollout cannot evaluate: set --eval-function-path.")
+    return fill_batch(args, rollout_id, data_source, group_maker(args), what="pairs", metric="pairs")
+
+
+def group_maker(args: PluginArgs) -> Callable[[Group], Group | str]:
+    """Return a function that makes a pair of a row, or returns why it cannot be compared."""
     masks = MultiTurnLossMaskGenerator(load_tokenizer(args.hf_checkpoint), tokenizer_type=args.loss_mask_type)
 
     def paired(group: Group) -> Group | str:
         pair = make_pair(args, first_sample(group), masks)
         return pair if isinstance(pair, str) else [pair]
 
-    return fill_batch(args, rollout_id, data_source, paired, what="pairs", metric="pairs")
+    return paired
 
 
 def make_pair(args: PluginArgs, sample: Sample, masks: MultiTurnLossMaskGenerator) -> list[Sample] | str:
     """[preferred, rejected] with one rollout id, or the reason why the row cannot be compared."""
     chosen = _conversation(sample, sample.prompt, "--input-key")
     rejected = _conversation(sample, sample.label, "--label-key")
+    if chosen == rejected:
+        return "same_answer"
     alike = [one == other for one, other in zip(chosen, rejected, strict=False)]
     shared = [*alike, False].index(False)  # messages that both begin with
     pair = []

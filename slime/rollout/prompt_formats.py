@@ -17,6 +17,7 @@ _GENERATING = (DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 _OWN_GENERATE = (None, "slime.rollout.sglang_streaming_rollout.generate_streaming")
 _SUPERVISED = "slime.rollout.sft_rollout.generate_rollout"
 _PREFERENCE = "slime.rollout.preference_rollout.generate_rollout"
+TRAIN_ON_ROWS = (_SUPERVISED, _PREFERENCE)  # each is in a module that has a `group_maker`
 # Rows that are looked at before processes start; others are read while engines load their weights.
 EARLY_ROWS = 50_000
 
@@ -93,7 +94,7 @@ def _training_use(args: Args | PluginArgs) -> PromptUse:
     """A data source of the user's may turn rows into prompts of its own."""
     if args.load_debug_rollout_data or args.data_source_path != DEFAULT_DATA_SOURCE:
         return PromptUse.OWN_CODE
-    if args.rollout_function_path in (_SUPERVISED, _PREFERENCE):
+    if args.rollout_function_path in TRAIN_ON_ROWS:
         return PromptUse.CONVERSATION
     return PromptUse.ENGINE if calls_engine_itself(args) else PromptUse.OWN_CODE
 

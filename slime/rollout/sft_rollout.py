@@ -4,6 +4,7 @@ A row holds a conversation (`--input-key messages`), or a prompt and its complet
 --label-key completion`), each of them text or messages. With `--loss-mask-type text` a row may be plain text.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from slime.arguments import PluginArgs
@@ -23,6 +24,11 @@ def generate_rollout(
         raise ValueError("sft_rollout cannot evaluate: set --eval-function-path.")
     if args.n_samples_per_prompt != 1:
         raise ValueError(f"--n-samples-per-prompt is {args.n_samples_per_prompt}: supervised data needs 1.")
+    return fill_batch(args, rollout_id, data_source, group_maker(args), what="conversations", metric="sft")
+
+
+def group_maker(args: PluginArgs) -> Callable[[Group], Group | str]:
+    """Return a function that writes the tokens of a row, or returns why it cannot be trained on."""
     masks = MultiTurnLossMaskGenerator(load_tokenizer(args.hf_checkpoint), tokenizer_type=args.loss_mask_type)
 
     def masked(group: Group) -> Group | str:
@@ -30,7 +36,7 @@ def generate_rollout(
         reason = write_tokens(args, sample, _conversation(args, sample), masks)
         return group if reason is None else reason
 
-    return fill_batch(args, rollout_id, data_source, masked, what="conversations", metric="sft")
+    return masked
 
 
 def _conversation(args: PluginArgs, sample: Sample) -> Messages:

@@ -256,6 +256,20 @@ def test_supervised_training_needs_no_reward_and_no_label(start, tmp_path):
     )
 
 
+def test_rows_that_supervised_training_leaves_out_are_counted_before_the_start(start, tmp_path, caplog):
+    def rows(*numbers_of_turns):
+        talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho" * 5000}]
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps({"input": talk[:n]}) + "\n" for n in numbers_of_turns))
+        return dict(SFT, prompt_data=file, custom_rm_path=None, label_key=None, debug_train_only=True)
+
+    flags = {"rollout_max_response_len": None, "n_samples_per_prompt": 1, "global_batch_size": 4}
+    refused(start, "2 of 2 rows are left out (no assistant token: 2)", **rows(1, 1), **flags)
+    passes(start, **rows(1, 2), **flags)
+    assert "1 of 2 rows are left out" in caplog.text
+    assert "1 of 1 texts are longer than the model's context" in caplog.text
+
+
 def test_preference_pairs(start, tmp_path):
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}]
     passes(

@@ -59,7 +59,7 @@ def test_equal_answers_are_left_out_with_their_reason(tmp_path):
     source = make_source(args)
     output = generate_rollout(args, 0, source)
     assert len(output.samples) == 2
-    assert output.metrics == {"rollout/pairs/skipped_no_assistant_token": 1}
+    assert output.metrics == {"rollout/pairs/skipped_same_answer": 1}
     assert_conserved(source)
 
 

@@ -53,8 +53,18 @@ def test_a_conversation_without_assistant_is_left_out_with_its_reason(tmp_path):
 
 def test_a_dataset_without_any_assistant_is_an_error(tmp_path):
     args = sft_args(tmp_path, [TALK[:1], TALK[:1], TALK[:1]])
-    with pytest.raises(ValueError, match=r"none of 3 conversations can be trained on.*no_assistant_token"):
+    with pytest.raises(
+        ValueError, match=r"none of 3 conversations can be trained on \(no assistant token: 3\)"
+    ):
         generate_rollout(args, 0, make_source(args))
+
+
+def test_a_conversation_beyond_the_context_is_left_out_without_engines(tmp_path):
+    args = sft_args(tmp_path, [TALK, TALK[:2], TALK[:2]])
+    args.max_context_len, args.rollout_max_context_len = None, 40
+    output = generate_rollout(args, 0, make_source(args))
+    assert [group[0].index for group in output.samples] == [1, 2]
+    assert output.metrics == {"rollout/sft/skipped_longer_than_context": 1}
 
 
 def test_text_instead_of_messages_names_the_fix(tmp_path):

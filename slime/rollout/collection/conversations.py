@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime.arguments import PluginArgs
@@ -44,12 +44,17 @@ def fill_batch(
             # A whole epoch without one usable row will not get better in the next.
             if not groups and 0 < len(data_source) <= skipped.total():
                 rows = f"none of {len(data_source)} {what}"
-                raise ValueError(f"--prompt-data: {rows} can be trained on: {dict(skipped)}.")
+                raise ValueError(f"--prompt-data: {rows} can be trained on ({describe_skipped(skipped)}).")
     if skipped:
-        logger.warning("Rollout %d: %s left out: %s", rollout_id, what, dict(skipped))
+        logger.warning("Rollout %d: %s left out: %s", rollout_id, what, describe_skipped(skipped))
     _settle(data_source, groups, "trained")
     metrics = {f"rollout/{metric}/skipped_{reason}": count for reason, count in skipped.items()}
     return RolloutFnTrainOutput(samples=groups, metrics=metrics or None)
+
+
+def describe_skipped(skipped: Mapping[str, int]) -> str:
+    """Return the reasons why rows are left out, with their counts, as text."""
+    return ", ".join(f"{reason.replace('_', ' ')}: {count}" for reason, count in skipped.items())
 
 
 def conversation_of(prompt: Any, completion: Any) -> Messages:
@@ -82,7 +87,8 @@ def write_tokens(
     response_length = masks.get_response_lengths([loss_mask])[0]
     if response_length == 0:
         return "no_assistant_token"
-    if args.max_context_len is not None and len(token_ids) > args.max_context_len:
+    limits = (args.rollout_max_context_len, args.max_context_len)
+    if any(limit is not None and len(token_ids) > limit for limit in limits):
         return "longer_than_context"
     sample.tokens, sample.response_length = token_ids, response_length
     sample.loss_mask = loss_mask[len(loss_mask) - response_length :]
