@@ -19,13 +19,16 @@ from slime.cli.main import user_errors
 from slime.cli.tasks import model_folder
 from slime.engines.engine_process import EngineServer, LaunchPlan
 from slime.engines.launch_plan import EnginePlace, EngineSite
+from slime.preflight.models import why_no_config
 from slime.utils.errors import EndedBySignal, RunStopped
+from slime.utils.files.safetensors_files import damaged_files
 from slime.utils.http_utils import TOKEN_VARIABLE, is_loopback
 from slime.utils.machine import ports, shm
 from slime.utils.machine.children import import_environment, thread_environment
 from slime.utils.machine.cores import num_cores
 from slime.utils.machine.own_command import as_typed
 from slime.utils.models.model_config import read_config
+from slime.utils.models.model_files import check_model
 
 _PORT = 8000  # the default, if it is free
 
@@ -104,6 +107,9 @@ def _find_model(given: str, scratch: Path) -> str:
         raise ValueError(f"{given} holds no model (config.json is missing); {advice}.")
     if any("SequenceClassification" in name for name in read_config(folder).get("architectures") or ()):
         raise ValueError(f"{given} is a reward model, which generates nothing.")
+    check_model("RUN", str(folder), tokenizer=True, whole=True)
+    if why := why_no_config(str(folder)) or next(damaged_files(folder), None):
+        raise ValueError(why)
     return str(folder.absolute())
 
 

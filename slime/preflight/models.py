@@ -13,7 +13,7 @@ from slime.catalog.families import is_verified, refusal
 from slime.catalog.tool_formats import TEMPLATE_REPORT
 from slime.preflight.findings import Finding, error_of
 from slime.rollout.prompt_formats import is_conversation
-from slime.utils.files.safetensors_files import model_files, why_not_whole
+from slime.utils.files.safetensors_files import damaged_files, model_files
 from slime.utils.misc import load_function
 from slime.utils.models.model_config import read_config, vocabulary_of
 from slime.utils.models.model_files import check_model
@@ -38,7 +38,7 @@ def check_model_files(args: Args) -> Iterator[Finding]:
             wrong.append(flag)
             yield error_of(flag, error)
         else:
-            if why := _why_no_config(model):
+            if why := why_no_config(model) or (None if policy else next(damaged_files(Path(model)), None)):
                 wrong.append(flag)
                 yield Finding("error", flag, why)
     if FLAG not in wrong and args.hf_checkpoint is not None:
@@ -69,9 +69,7 @@ def check_weights(args: Args) -> Iterator[Finding]:
     files = model_files(folder)
     if not files and not any(folder.glob("*.bin*")):
         yield Finding("error", FLAG, f"{folder} holds no weights: no *.safetensors and no *.bin file.")
-    for file in files:
-        if why := why_not_whole(file):
-            yield Finding("error", FLAG, f"{file}: {why}.")
+    yield from (Finding("error", FLAG, text) for text in damaged_files(folder))
 
 
 def makes_prompts(args: Args) -> bool:
@@ -81,7 +79,7 @@ def makes_prompts(args: Args) -> bool:
     return not args.debug_train_only or args.rollout_function_path.startswith("slime.")
 
 
-def _why_no_config(model: str) -> str | None:
+def why_no_config(model: str) -> str | None:
     """Return why the installed transformers cannot build the model of a local folder; None: it can."""
     return _why_unknown(model, read_config(model)) if (Path(model) / "config.json").is_file() else None
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,12 +140,20 @@ def test_a_served_run_answers_a_chat_and_ends_with_its_command(world, number):
         (["model", "--host", "0.0.0.0"], "Set SLIME_ENGINE_TOKEN"),
         (["model", "--engine", "sglang", "--sglang-python", "no/python"], "--sglang-python is no/python"),
         (["reward"], "is a reward model"),
+        (["mute"], "the folder has no tokenizer"),
+        (["torn"], "torn/model.safetensors: it cannot be read"),
     ],
 )
 def test_what_cannot_be_served_is_refused(world, monkeypatch, capsys, words, complaint):
     monkeypatch.chdir(world)
     (world / "reward").mkdir(exist_ok=True)
     (world / "reward" / "config.json").write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    for name, is_other in (("mute", "token"), ("torn", "safetensors")):
+        (world / name).mkdir(exist_ok=True)
+        for file in (world / "model").iterdir():
+            if is_other not in file.name:
+                shutil.copy(file, world / name)
+    (world / "torn" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(SystemExit) as ended:
         main(["serve", *words])
     assert ended.value.code == 2 and complaint in capsys.readouterr().err

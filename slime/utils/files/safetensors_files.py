@@ -65,6 +65,13 @@ def why_not_whole(file: Path) -> str | None:
     return None
 
 
+def damaged_files(folder: Path) -> Iterator[str]:
+    """Yield a sentence for each file of weights in a folder that is not complete."""
+    for file in model_files(folder) if folder.is_dir() else ():
+        if why := why_not_whole(file):
+            yield f"{file}: {why}."
+
+
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     """Open a file. ValueError: it was truncated or changed, with the library's reason."""
