@@ -275,7 +275,7 @@ def _explain_unknown(words: list[str], argv: list[str], options: list[str]) -> l
     if flags:
         return [_explain_unknown_flag(flag, options) for flag in flags]
     at = max(place for place, word in enumerate(argv) if word == words[0])
-    if argv[at - 1] in options:
+    if at and argv[at - 1] in options:
         return [f"unexpected {words[0]!r} after {argv[at - 1]}, which takes no value."]
     if at > 1 and argv[at - 2] in options:
         return [f"unexpected {words[0]!r} after {argv[at - 2]} {argv[at - 1]}: that flag takes one value."]

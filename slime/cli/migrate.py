@@ -19,6 +19,7 @@ from slime.cli.bash_scripts import Settings, evaluate_script, run_with_pipes, un
 from slime.cli.launch import SCRIPTS
 from slime.cli.main import user_errors
 from slime.utils.machine.own_command import as_typed
+from slime.utils.printable import printable
 
 _RECORD = """
 import json, os, runpy, sys
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = parser.parse_args(argv)
         script: Path = given.script
         if not script.is_file():
-            raise ValueError(f"{script}: there is no such file.")
+            why = "it is a folder; give the script in it" if script.is_dir() else "there is no such file"
+            raise ValueError(f"{script}: {why}.")
         evaluate = _of_python if script.suffix == ".py" else _of_bash
         program, settings, unknown = evaluate(script.resolve(), given.words)
         text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=1000)
@@ -103,7 +105,7 @@ def _training(script: Path, words: Sequence[str], printed: str) -> tuple[str, Se
         last = printed.strip().splitlines()[-1:]
         raise ValueError(
             f"{script} contains no known training command (python train.py, ray job submit ... -- python3 "
-            f"train.py, slime train, execute_train){': ' + last[0] if last else '.'}"
+            f"train.py, slime train, execute_train){': ' + printable(last[0][:200]) if last else '.'}"
         )
     flags = _flags(words)
     return words[len(words) - len(flags) - 1], flags

@@ -216,10 +216,10 @@ def _fitting(draft: Draft, data: str, rows: Sequence[Row], *known: tuple[str, ..
         file = (
             " ".join(getattr(draft, name_of(data))[1::2]) if "eval" in data else getattr(draft, name_of(data))
         )
-        columns = ", ".join(map(repr, rows[0])) or "no columns"
+        columns = f"the columns {', '.join(map(repr, rows[0]))}" if rows[0] else "a first row without columns"
         wanted = "; ".join(" and ".join(names) for names in known)
         raise ValueError(
-            f"{data} {file} has the columns {columns}, and none of these are there: "
+            f"{data} {file} has {columns}, and none of these are there: "
             f"{wanted}. Rename a column, or name it with --input-key and --label-key."
         )
     return found

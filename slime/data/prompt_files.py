@@ -147,3 +147,5 @@ def parse_json(text: str) -> Any:
         piece = text[max(0, error.pos - _NEAR) : error.pos + _NEAR].strip()
         near = f", near {piece!r}" if piece else ""
         raise ValueError(f"not valid JSON ({wrong} at column {error.colno}{near})") from None
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None

@@ -137,11 +137,6 @@ def _check_room(args: Args) -> Iterator[Finding]:
             yield Finding("error", flag, text)
             continue
         there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
-        if not there.is_dir():
-            yield Finding("error", flag, f"{there} is a file; give a folder.")
-            continue
-        if not os.access(there, os.W_OK):
-            yield Finding("warning", flag, f"{there} cannot be written by this user.")
         free = shutil.disk_usage(there).free
         if free < _LITTLE_DISK:
             yield Finding("warning", flag, f"the disk of {there} has {free / 2**20:.0f} MiB left.")

@@ -21,6 +21,7 @@ PLACE_FILE = "record.json"  # beside a copy of the record: slime.record.place
 _OLDER = ("1", "2", "3", "4", "5")  # slime.record.convert_old
 _TABLES_OF_ONE_RUN = ("ledger", "ledger_finished", "ledger_episodes", "ledger_rollouts", "spans", "actions")
 _BUSY_S = 30.0  # how long a statement waits for another process's lock
+_MOST = (1 << 63) - 1  # the largest integer of SQLite; with a larger one it raises OverflowError
 # Errors of reading a damaged file. The last one: names of tables are not valid text.
 READ_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
@@ -202,8 +203,9 @@ class Reader:
             raise unusable(self._path, "read", error) from error
 
     def _ask(self, query: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        held = [max(-_MOST, min(v, _MOST)) if type(v) is int else v for v in values]
         with self._reading():
-            return self._connection.execute(query, values).fetchall()
+            return self._connection.execute(query, held).fetchall()
 
 
 def _why_absent(path: Path) -> str:

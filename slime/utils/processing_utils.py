@@ -31,6 +31,8 @@ def load_tokenizer(
             "--hf-checkpoint is not set: a tokenizer is needed for prompts; name a model folder or hub id."
         )
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    # slime checks lengths on its own; this mutes a warning of transformers about long texts.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         # transformers returns such a tokenizer for a folder without tokenizer files.
         raise ValueError(

@@ -134,6 +134,7 @@ def test_flags_of_forks_are_refused_with_what_to_use_instead(words, instead):
         (("--rollout-top-p", "1.5"), "must be at most 1"),
         (("--adam-beta1", "1"), "must be less than 1"),
         (("--lr", "nan"), "not a number"),
+        (("--lr", "1e400"), "expected a finite number"),
         (("--loss-type", "huber"), "choose from policy_loss"),
         (("--apply-chat-template-kwargs", "[1]"), "expected a JSON object"),
         (("--lr",), "expected one argument"),

@@ -75,6 +75,7 @@ BAD_LINES = {
     ),
     "no label key": ('{"input": "a"}', r"no column 'label' \(--label-key\)"),
     "huge number": (f'{{"input": "a", "label": {"9" * 5000}}}', "4300 digits"),
+    "a nest too deep": ("[" * 100_000, "nested too deeply"),
     "comma inside": ('{"input": "a", "label": 1,}', "not valid JSON"),
     "comma behind": ('{"input": "a", "label": 1},', "not valid JSON .Extra data at column 27"),
     "quotes of Python": ("{'input': 'a'}", "not valid JSON"),

@@ -1,7 +1,6 @@
 """Each mistake that can be known before the start is found there, with everything else that is wrong."""
 
 import json
-import os
 import shutil
 import socket
 import sys
@@ -372,25 +371,10 @@ def test_a_taken_port(look):
     assert "--sglang-router-port" in error
 
 
-def test_a_folder_to_write_to_that_is_a_file(look, tmp_path):
-    (tmp_path / "taken").write_text("")
-    told = f"{tmp_path}/taken is a file; give a folder."
-    [of_the_run] = errors(look(run_dir=str(tmp_path / "taken"), save=f"{tmp_path}/taken/ck"))  # once
-    assert "--run-dir" in of_the_run and told in of_the_run
-    [of_checkpoints] = errors(look(run_dir=str(tmp_path / "run"), save=f"{tmp_path}/taken/ck"))
-    assert "--save" in of_checkpoints and told in of_checkpoints
-
-
 def test_a_folder_that_ray_removes_with_its_job(look, tmp_path):
     folder = tmp_path / "session_1/runtime_resources/working_dir_files/_ray_pkg_1"
     [error] = errors(look(run_dir=f"{folder}/runs/a", save=str(tmp_path / "kept")))
     assert "--run-dir" in error and "is removed with this job: give an absolute path" in error
-
-
-def test_a_folder_that_cannot_be_written_is_a_warning(look, tmp_path, monkeypatch):
-    monkeypatch.setattr("slime.preflight.machine.os.access", lambda path, mode: mode != os.W_OK)
-    [warning] = look().of("warning")
-    assert f"--run-dir: {tmp_path} cannot be written by this user" in str(warning)
 
 
 def test_shared_memory_too_small_for_two_versions_of_the_weights_is_a_warning(look, model, monkeypatch):

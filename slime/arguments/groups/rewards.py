@@ -64,6 +64,8 @@ def rewards(draft: Draft) -> None:
             raise ValueError(f"--rm-type is {draft.rm_type!r}, which is no built-in reward; {hint}")
         if REWARDS[name].needs_rm_url and draft.rm_url is None:
             raise ValueError(f"--rm-type {name} needs --rm-url: the server that scores samples.")
+    if draft.rm_url is not None and "://" not in draft.rm_url:
+        raise ValueError(f"--rm-url is {draft.rm_url!r}: write an address such as http://host:port/score.")
     if draft.eval_reward_key is None and draft.reward_key is not None:
         draft.derive("eval_reward_key", draft.reward_key, "same as reward_key")
 

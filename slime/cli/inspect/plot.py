@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
     if options.list or not names or unknown:
         for pattern in unknown:
             near = get_close_matches(pattern, known, n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
-            print(f"error: no metric {pattern!r} in these runs{hint}", file=sys.stderr)
+            hint = f"did you mean {', '.join(near)}?" if near else "--list shows their names."
+            print(f"error: --metric {pattern!r}: no such metric in these runs; {hint}", file=sys.stderr)
         if options.list or not options.metric:
-            print("\n".join(known) or "nothing is logged yet")
+            print("\n".join(known) or f"{', '.join(options.run)}: no metric is logged")
         return 0 if options.list else MISTAKE
     if options.out:
         _draw_png(groups, names, Path(options.out))

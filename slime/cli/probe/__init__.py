@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime.cli.bounded_numbers import between
 from slime.cli.main import RUN_STOPPED, user_errors
 
 
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"{flag} {folder}: there is no {name}; give the folder of Hugging Face files."
                 )
         if not options.url.startswith(("http://", "https://")):
-            raise ValueError(f"{options.url} is no address: give http://HOST:PORT of the server.")
+            raise ValueError(f"{options.url!r} is no address: give http://HOST:PORT of the server.")
         # Imported here: torch takes seconds to load, and errors in arguments are reported without it.
         from slime.cli.probe.checks import Probe
         from slime.cli.probe.reference import Reference
@@ -57,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     other = "what it may serve by mistake, may be repeated [versions next to the given folder]"
     add("--other", type=Path, action="append", default=[], metavar="DIR", help=other)
     add("--weight-version", metavar="TEXT", help="the version that the server should report")
-    add("--tolerance", type=float, help="mean difference of log-probs [three times what bfloat16 makes]")
+    add(
+        "--tolerance",
+        type=between(0, 1e6),
+        help="mean difference of log-probs [three times what bfloat16 makes]",
+    )
     add("--device", default="cpu", help="where transformers computes the reference [cpu]")
     return parser
