@@ -28,8 +28,8 @@ def check_range(
     lt: float | None = None,
 ) -> None:
     """Raise ValueError with the reason if the number is out of range."""
-    if number != number:
-        raise ValueError("not a number")
+    if number - number != 0:  # NaN or infinity; math.isfinite refuses large integers
+        raise ValueError("not a finite number")
     for bound, is_met, words in (
         (gt, operator.gt, "greater than"),
         (ge, operator.ge, "at least"),
@@ -72,6 +72,6 @@ def _number(value: Any) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
+    if number - number != 0:  # NaN or infinity; math.isfinite refuses large integers
         raise ValueError("expected a number")
     return number

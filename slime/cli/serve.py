@@ -13,7 +13,7 @@ from slime.arguments import default_args
 from slime.arguments.core.devices import visible_gpus
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.engines import DEFAULT_ENGINE, ENGINES
-from slime.cli.bounded_numbers import between
+from slime.cli.bounded_numbers import MOST_GPUS, between
 from slime.cli.export import ADAPTER_CONFIG, merge_adapter
 from slime.cli.main import user_errors
 from slime.cli.tasks import model_folder
@@ -140,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--engine", choices=tuple(ENGINES), default=DEFAULT_ENGINE, help=f"[{DEFAULT_ENGINE}]")
     add("--host", default="127.0.0.1", help="address to listen on [127.0.0.1: this machine alone]")
     add("--port", type=between(0, 65535, int), help=f"[{_PORT}, or any free port]")
-    add("--num-gpus", type=int, default=1, metavar="N", help="GPUs of one SGLang engine [1]")
+    gpus = between(1, MOST_GPUS, int)
+    add("--num-gpus", type=gpus, default=1, metavar="N", help="GPUs of one SGLang engine [1]")
     add("--sglang-python", metavar="PATH", help="interpreter that has SGLang")
     return parser

@@ -19,6 +19,7 @@ from slime.arguments.core.flag import name_of
 from slime.arguments.parser import parse_args
 from slime.catalog.loss_types import REWARD, curves_of
 from slime.catalog.metrics import is_eval_score
+from slime.cli.bounded_numbers import between
 from slime.cli.main import COMMANDS, USER_MISTAKE, user_errors
 from slime.cli.main import main as run_command
 from slime.cli.tasks import TASKS, in_columns
@@ -202,8 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--seeds",
-        type=int,
-        choices=range(1, 1001),
+        type=between(1, 1000, int),
         metavar="N",
         help="run each combination with the seeds 1 to N",
     )

@@ -120,8 +120,8 @@ def _check_trained_rows(args: Args) -> Iterator[Finding]:
     lengths = [len(one.tokens) for one in flatten_samples(one for one in made if not isinstance(one, str))]
     if skipped:
         kind: Kind = "warning" if lengths or len(rows) > len(made) else "error"
-        text = f"{skipped.total()} of {seen} are left out"
-        yield Finding(kind, "--prompt-data", f"{text} ({describe_skipped(skipped)}).")
+        why = describe_skipped(skipped)
+        yield Finding(kind, "--prompt-data", f"{skipped.total()} of {seen} are left out ({why}).")
     if not lengths:
         return
     yield Finding("note", "--prompt-data", f"{seen}: {min(lengths)} to {max(lengths)} tokens")

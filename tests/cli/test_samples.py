@@ -111,11 +111,12 @@ def test_where_training_repeats_no_prompt_evaluations_to_compare_are_named(tmp_p
     assert main(["samples", str(tmp_path), "--diff", "0", "9"]) == 0
 
 
-@pytest.mark.parametrize("word", ["0", "-1", "many", "²"])
+@pytest.mark.parametrize("word", ["0", "-1", "many", "²", "9" * 20])
 def test_a_count_that_is_none_is_refused(run_dir, capsys, word):
     with pytest.raises(SystemExit):
         main(["samples", run_dir, "--worst", word])
-    assert "is not a number of samples" in capsys.readouterr().err
+    assert "is not a whole number from 1 to 1e+09" in capsys.readouterr().err
+    assert main(["samples", run_dir, "--step", "9" * 20]) == 1  # no step of SQLite
 
 
 def test_texts_are_cut_to_lines():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import re
 import types
@@ -252,7 +251,5 @@ def _to_number(spec: FlagSpec, value: Any) -> Any:
     has_kind = type(number) is spec.kind
     if not has_kind:
         raise ValueError(f"expected {words}")
-    if number in (math.inf, -math.inf):
-        raise ValueError("expected a finite number")
     check_range(number, ge=info.ge, gt=info.gt, le=info.le, lt=info.lt)
     return number

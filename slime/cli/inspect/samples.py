@@ -12,6 +12,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from slime.catalog.loss_types import describe_reward
+from slime.cli.bounded_numbers import between
 from slime.cli.inspect import command, need_run, report_copy, run_parser
 from slime.record import Record, RecordedSample, RecordError, Select, open_record
 from slime.utils.files.run_file import read_run
@@ -141,18 +142,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--eval", nargs="?", const="", metavar="NAME", help="samples of evaluations, or of one dataset")
     add("--outcome", choices=("trained", "filtered", "failed", "evaluated"), help="samples with this outcome")
     add("--contains", metavar="TEXT", help="prompt, response or label contains TEXT, in any case")
+    count = between(1, 1e9, int)
     order = parser.add_mutually_exclusive_group()
-    order.add_argument("--worst", type=_count, metavar="N", help="the N responses with the lowest reward")
-    order.add_argument("--best", type=_count, metavar="N", help="the N responses with the highest reward")
+    order.add_argument("--worst", type=count, metavar="N", help="the N responses with the lowest reward")
+    order.add_argument("--best", type=count, metavar="N", help="the N responses with the highest reward")
     compared = "responses to the same prompts in steps A and B"
     order.add_argument("--diff", type=int, nargs=2, metavar=("A", "B"), help=compared)
-    add("--limit", type=_count, default=10, metavar="N", help="show at most N samples; default: 10")
+    add("--limit", type=count, default=10, metavar="N", help="show at most N samples; default: 10")
     add("--full", action="store_true", help="do not shorten long texts")
     add("--json", action="store_true", help="one JSON object per line")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of samples; write 1 or more")
-    return int(text)

@@ -58,10 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     other = "what it may serve by mistake, may be repeated [versions next to the given folder]"
     add("--other", type=Path, action="append", default=[], metavar="DIR", help=other)
     add("--weight-version", metavar="TEXT", help="the version that the server should report")
-    add(
-        "--tolerance",
-        type=between(0, 1e6),
-        help="mean difference of log-probs [three times what bfloat16 makes]",
-    )
+    tolerance = "mean difference of log-probs [three times what bfloat16 makes]"
+    add("--tolerance", type=between(0, 1e6), help=tolerance)
     add("--device", default="cpu", help="where transformers computes the reference [cpu]")
     return parser

@@ -9,8 +9,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.utils.files.safetensors_files import SINGLE
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -102,7 +100,7 @@ def widen_readers(folder: Path) -> None:
     names = {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": config["dtype"]}
     edit_json(folder / "config.json", names, drop=["quantization_config"])
     # safetensors makes a file that its owner alone can read.
-    (folder / SINGLE).chmod((folder / "config.json").stat().st_mode)
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
     # transformers 4 does not know the class name, and without these input names its tokenizers return
     # token_type_ids, which generate() refuses.
     tokenizer: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
