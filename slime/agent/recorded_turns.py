@@ -74,7 +74,7 @@ class RecordedTurns:
         if asked.images:
             self._record.cannot_continue("a restart does not keep the images that were shown")
         turn: dict[str, Any] = {"number": asked.number, "about": self._about(asked)}
-        turn["key"] = _key([*asked.prompt_ids, *made.ids])
+        turn["key"] = _key(asked.prompt_ids, made.ids)
         turn |= {name: getattr(made, name) for name in Made.__dataclass_fields__}
         turn["added"] = np.asarray(asked.prompt_ids[asked.known :], dtype=np.int32)
         turn["ids"], turn["log_probs"] = np.asarray(made.ids, dtype=np.int32), np.asarray(made.log_probs)
@@ -118,8 +118,8 @@ class RecordedTurns:
         return [_key(asked.parent.ids()) if asked.parent is not None else None, own]
 
 
-def _key(ids: Sequence[int]) -> str:
-    return hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=12).hexdigest()
+def _key(*parts: Sequence[int]) -> str:
+    return hashlib.blake2b(b"".join(np.asarray(ids, np.int32).tobytes() for ids in parts)).hexdigest()[:24]
 
 
 def _made(turn: dict[str, Any]) -> Made:

@@ -159,6 +159,9 @@ class EpisodeRecord:
             before = _call_id.set(call["id"])
             try:
                 result = await make()
+            except BaseException:  # it was cancelled, or its server died
+                self._progressed("replied", id=call["id"])
+                raise
             finally:
                 _call_id.reset(before)
             state = await self._save(what[0], owner) if saves else None

@@ -33,16 +33,20 @@ def fresh():
     ledgers.use(None)
 
 
+def args_of(folder, engine, function, *flags):
+    args = make_args(
+        folder, engine, "--rollout-batch-size", "1", "--rollout-max-response-len", "100",
+        "--custom-generate-function-path", f"sessions_that_crash.{function}", *flags, max_context_len=2000,
+    )  # fmt: skip
+    args.n_samples_per_prompt = args.over_sampling_batch_size = 1
+    args.custom_rm_path = None
+    return args
+
+
 def two_starts(folder, tool, at, *, in_tool=False, other_way=False, function="generate", flags=()):
     write_prompts(folder / "prompts.jsonl", 4, metadata={"tool": tool})
     with FakeEngine(answer) as engine:
-        args = make_args(
-            folder, engine, "--rollout-batch-size", "1", "--rollout-max-response-len", "100",
-            "--custom-generate-function-path", f"sessions_that_crash.{function}", *flags,
-            max_context_len=2000,
-        )  # fmt: skip
-        args.n_samples_per_prompt = args.over_sampling_batch_size = 1
-        args.custom_rm_path = None
+        args = args_of(folder, engine, function, *flags)
         crash.update(at=at, in_tool=in_tool)
         with pytest.raises(RunStopped):
             Start(folder, 1).play(args, make_source(args))
@@ -161,3 +165,11 @@ def test_an_episode_in_a_plain_sandbox_starts_again(tmp_path):
     flags = ("--sandbox", "plain")
     _, asked, found = two_starts(tmp_path, "none", at=2, function="in_a_sandbox", flags=flags)
     assert asked == TURNS and found.violations == [] and (found.continued, found.restarted) == (0, 1)
+
+
+def test_a_call_that_its_function_cancels_is_no_violation(tmp_path):
+    with FakeEngine(answer) as engine:
+        args = args_of(tmp_path, engine, "impatient")
+        [sample] = Start(tmp_path, 1).play(args, make_source(args))
+    found = audit(tmp_path / "record.db", finished=True)
+    assert sample.reward == 1.0 and (found.violations, found.calls) == ([], 1)

@@ -99,11 +99,16 @@ MODES |= {
         "the openai SDK, in a program that outlives the run": "with_outliving_program",
     }.items()
 }
+MODES["sessions with tools in rollout workers"] = {
+    **MODES["a session whose tool calls are never repeated"],
+    "rollout_workers": 2,
+}
 AGENTS = [mode for mode, values in MODES.items() if values.get("rollout_max_response_len") == 160]
 ALWAYS = list(MODES)[:4]
 MORE_WEIGHTS = {
     "SGLang behind its router": {"router": 3},
     "the openai SDK, in a program that ends with the run": {"agent program": 3},
+    "sessions with tools in rollout workers": {"rollout worker": 6},
 }
 # Engines that promise no bits: what is trained on is conserved, and need not be the same.
 CONSERVES_ONLY = ("SGLang behind its router",)
@@ -307,12 +312,21 @@ _TIMED = (
 )
 PATIENCE_S = 900
 # Kills that a run survives, and how often each process is chosen.
-MILD = ("engine", "reward worker", "router", "agent program")
-WEIGHTS = {"driver": 5, "engine": 3, "trainer": 3, "reward worker": 2, "router": 0, "agent program": 0}
+MILD = ("engine", "reward worker", "router", "agent program", "rollout worker")
+WEIGHTS = {
+    "driver": 5,
+    "engine": 3,
+    "trainer": 3,
+    "reward worker": 2,
+    "router": 0,
+    "agent program": 0,
+    "rollout worker": 0,
+}
 OFTEN = {"generation": 10, "scoring": 10, "ledger write": 10}
 TURNS = ["step of an environment", "call recorded", "result recorded", "generation"]
 SESSION_TURNS = ["turn of a session", "turn recorded", "tool call", "result of a tool call"]
 OFTEN_IN_AGENTS = {**dict.fromkeys(TURNS, 140), **dict.fromkeys(SESSION_TURNS, 60), "ledger write": 10}
+OFTEN_IN_AGENTS["event of a rollout worker"] = 200
 
 
 @dataclass
@@ -400,6 +414,7 @@ def draw_plans(draw: random.Random, mode: str) -> list[dict]:
     """Up to four strikes of one start; those after one that ends the run are never reached."""
     weights = {**WEIGHTS, **MORE_WEIGHTS.get(mode, {})}
     turns = TURNS if "env" in MODES[mode] else SESSION_TURNS[: 2 if "SDK" in mode else None]
+    turns = ["event of a rollout worker"] if "rollout_workers" in MODES[mode] else turns
     return [
         {
             "point": (

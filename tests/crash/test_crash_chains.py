@@ -21,6 +21,11 @@ STARTS = {
         ],
         [{"point": "call recorded", "nth": 5, "delay_s": 0, "target": "driver"}],
     ],
+    "a session with a sandbox": [
+        [{"point": "turn recorded", "nth": 30, "delay_s": 0, "target": "driver"}],
+        [{"point": "result of a tool call", "nth": 9, "delay_s": 0, "target": "driver"}],
+        [{"point": "tool call", "nth": 12, "delay_s": 0, "target": "driver"}],
+    ],
     "fully asynchronous": [
         [{"point": "rollout handed over", "nth": 2, "delay_s": 0, "target": "driver"}],
         [

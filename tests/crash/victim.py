@@ -32,6 +32,7 @@ POINTS = {
     "turn recorded": "slime.rollout.episode_record:EpisodeRecord.add_turn",
     "tool call": "slime.agent.tools.registry:ToolSet._result",
     "result of a tool call": "slime.agent.tools.registry:shorten",
+    "event of a rollout worker": "slime.rollout.ledger:Ledger.forward",
     "step": "slime.cluster.training.train_group:TrainGroup.train",
     "step consumed": "slime.rollout.ledger:Ledger.trained",
     "checkpoint begun": "slime.cluster.checkpoints.saving:stage_checkpoint",
@@ -48,6 +49,7 @@ TARGETS: dict[str, tuple[str, ...] | None] = {
     "trainer": ("slime.runtime.worker_main",),
     "reward worker": ("rm_hub/workers/worker.py",),
     "agent program": ("program.py",),
+    "rollout worker": ("--name rollout-worker",),
     "router": ("sglang_router.launch_router", "sglang::router"),  # the name that it gives itself
 }
 

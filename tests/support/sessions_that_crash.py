@@ -123,6 +123,20 @@ async def in_a_sandbox(args, sample, sampling_params):
     return session.samples(sample, reward=float(len(log.split())), extra_metadata={"log": log})
 
 
+async def impatient(args, sample, sampling_params):
+    """Cancels a call that takes too long, and ends its episode without it."""
+    session = Session.of_run(args, sample, sampling_params)
+    await session.turn([{"role": "user", "content": str(sample.prompt)}])
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(ToolSet([never_returns]).call("never_returns"), 0.1)
+    return session.samples(sample, reward=1.0)
+
+
+async def never_returns() -> str:
+    """Waits."""
+    await asyncio.Event().wait()
+
+
 # Of an agent program: its messages, as far as it has got, and the addresses it has used.
 program = {"outlives": False, "messages": [], "urls": set(), "statuses": []}
 
