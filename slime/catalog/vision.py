@@ -21,6 +21,9 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "qwen3_vl": VisionFamily(
         "language_model", "Qwen3-VL", ("visual",), grid_positions=True, videos=True, steps_apart=True
     ),
+    "qwen3_vl_moe": VisionFamily(
+        "language_model", "Qwen3-VL MoE", ("visual",), grid_positions=True, videos=True, steps_apart=True
+    ),
     "idefics3": VisionFamily("text_model", "Idefics 3", ("vision_model", "connector"), tiles=True),
     "smolvlm": VisionFamily("text_model", "SmolVLM", ("vision_model", "connector"), tiles=True),
 }
@@ -31,7 +34,6 @@ _TEXT_ALONE = "transformers builds its text model alone here, without the tower"
 _REFUSED = {
     **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "paligemma"), _BOTH_WAYS),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _TEXT_ALONE),
-    "qwen3_vl_moe": "its experts are not built with the tower",
 }
 
 

@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 _CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
     "idefics3": "Idefics3Processor",
     "smolvlm": "Idefics3Processor",
 }

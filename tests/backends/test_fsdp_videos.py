@@ -20,7 +20,7 @@ from slime.utils.media.pictures import Video, open_media, picture_key
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 FPS = 1.5
 
 
@@ -242,7 +242,9 @@ def test_frames_of_different_sizes_are_refused(model):
 def test_families_and_engines_without_videos_refuse_them(tmp_path):
     keys = '{"video": "videos"}'
     smol = make_vision_folder(tmp_path / "smol", "smolvlm")
-    with pytest.raises(ValueError, match=r"smolvlm reads no videos here; qwen2_5_vl, qwen3_vl do"):
+    with pytest.raises(
+        ValueError, match=r"smolvlm reads no videos here; qwen2_5_vl, qwen3_vl, qwen3_vl_moe do"
+    ):
         parse(hf_checkpoint=str(smol), multimodal_keys=keys, rollout_engine="embedded")
     assert sglang_rules.lacks_images_of("qwen3_vl", videos=True)
     assert not sglang_rules.lacks_images_of("qwen3_vl")

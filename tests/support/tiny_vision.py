@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "idefics3")
 _QWEN = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -66,9 +66,11 @@ def make_config(family: str, tokenizer):
     def special(token):
         return tokenizer.convert_tokens_to_ids(token)
 
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
         rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 2, 2], mrope_interleaved=True)
         text = _text(tokenizer, num_hidden_layers=3, head_dim=16, rope_parameters=rope)
+        if family == "qwen3_vl_moe":
+            text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
         vision = dict(
             depth=3, num_heads=2, patch_size=16, num_position_embeddings=64, deepstack_visual_indexes=[0, 1]
         )
@@ -87,7 +89,8 @@ def make_config(family: str, tokenizer):
         names = ("image_token", "video_token", "vision_start_token", "vision_end_token")
         tokens = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
         ids = {f"{name}_id": special(token) for name, token in zip(names, tokens, strict=True)}
-        kind = transformers.Qwen3VLConfig if family == "qwen3_vl" else transformers.Qwen2_5_VLConfig
+        kinds = {"qwen3_vl": "Qwen3VLConfig", "qwen3_vl_moe": "Qwen3VLMoeConfig"}
+        kind = getattr(transformers, kinds.get(family, "Qwen2_5_VLConfig"))
         return kind(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
     vision = dict(
         hidden_size=32,
@@ -111,7 +114,7 @@ def make_config(family: str, tokenizer):
 
 def _processor_files(family: str) -> dict:
     if _kind(family) == "qwen":
-        patch = 16 if family == "qwen3_vl" else 14
+        patch = 14 if family == "qwen2_5_vl" else 16
         image = dict(
             image_processor_type="Qwen2VLImageProcessor",
             patch_size=patch,
@@ -119,7 +122,7 @@ def _processor_files(family: str) -> dict:
             temporal_patch_size=2,
         )
         image["size"] = {"shortest_edge": (2 * patch) ** 2, "longest_edge": 64 * patch**2}
-        name = "Qwen3VLProcessor" if family == "qwen3_vl" else "Qwen2_5_VLProcessor"
+        name = "Qwen2_5_VLProcessor" if family == "qwen2_5_vl" else "Qwen3VLProcessor"
         return {"image_processor": image, "processor_class": name}
     name = "SmolVLM" if family == "smolvlm" else "Idefics3"
     image = dict(
