@@ -218,10 +218,11 @@ def test_two_versions_of_nccl_are_refused_where_both_would_be_in_one_group(
         )
 
 
-def test_engines_that_prefill_need_gpus_and_a_package_that_sends_their_cache(tmp_path, monkeypatch):
-    def found(python: str, gpus: int) -> list[str]:
+def test_engines_that_prefill_need_a_package_that_sends_their_cache_and_on_a_cpu_tcp(tmp_path, monkeypatch):
+    def found(python: str, gpus: int, backend: str | None = None) -> list[str]:
         monkeypatch.setattr(environment, "visible_gpus", lambda: gpus)
         args = parse(rollout_engine="sglang", sglang_python=python, rollout_num_gpus=2, prefill_num_servers=1)
+        vars(args)["sglang_disaggregation_transfer_backend"] = backend  # as the flag does
         return [str(finding) for finding in packages.check_engine_packages(args)]
 
     # Neither SGLang nor its router is asked for its flags.
@@ -230,10 +231,13 @@ def test_engines_that_prefill_need_gpus_and_a_package_that_sends_their_cache(tmp
     without = make_interpreter(tmp_path / "without", "sglang==9.9.9")
     has_it = make_interpreter(tmp_path / "has_it", "mooncake-transfer-engine-cuda13==0.3", "sglang==9.9.9")
     assert found(has_it, 2) == []
-    assert found(has_it, 0)[0].startswith(
-        "--prefill-num-servers: engines that only prefill or decode need GPUs"
+    assert found(has_it, 0)[0].endswith(
+        "by mooncake, which needs GPUs; on a CPU add --sglang-disaggregation-transfer-backend mooncake_tcp, "
+        "or use regular engines"
     )
+    assert found(has_it, 0, "mooncake_tcp") == []
     assert found(without, 2)[0].endswith(f"lacks: `{without} -m pip install mooncake-transfer-engine`")
+    assert found(without, 0, "mooncake_tcp")[0].endswith("pip install mooncake-transfer-engine-non-cuda`")
 
 
 def test_missing_packages(look, monkeypatch):

@@ -15,7 +15,12 @@ _LIST_PACKAGES = (
     "import importlib.metadata as m; print(*{f'{d.name}=={d.version}' for d in m.distributions()})"
 )
 # What moves the KV cache from prefill to decode engines: SGLang's name -> its package.
-_TRANSFERS = {"mooncake": "mooncake-transfer-engine", "nixl": "nixl"}
+_TRANSFERS = {
+    "mooncake": "mooncake-transfer-engine",
+    "mooncake_tcp": "mooncake-transfer-engine",
+    "nixl": "nixl",
+}
+_ON_CPU = "mooncake_tcp"
 
 
 def find_problems(args: Args, transport: str | None) -> Iterator[tuple[str, str]]:
@@ -50,20 +55,21 @@ def _find_missing_transfer(args: Args) -> Iterator[tuple[str, str]]:
     if not split:
         return
     flag = "--prefill-num-servers" if args.prefill_num_servers else "--sglang-config"
-    if not visible_gpus():
+    own = vars(args).get("sglang_disaggregation_transfer_backend") or "mooncake"
+    chosen = {group.overrides.get("disaggregation_transfer_backend", own) for group in split}
+    if not visible_gpus() and chosen != {_ON_CPU}:
         text = (
-            "engines that only prefill or decode need GPUs: none of SGLang's ways to send the KV cache works "
-            "between servers on a CPU; use regular engines"
+            f"sends the KV cache by {', '.join(sorted(chosen))}, which needs GPUs; on a CPU add "
+            f"--sglang-disaggregation-transfer-backend {_ON_CPU}, or use regular engines"
         )
         yield flag, text
         return
     assert args.sglang_python is not None, "rules of the arguments find SGLang's interpreter"
-    own = vars(args).get("sglang_disaggregation_transfer_backend") or "mooncake"
-    chosen = {group.overrides.get("disaggregation_transfer_backend", own) for group in split}
     installed = packages_of(args.sglang_python)
     for name in sorted(chosen & _TRANSFERS.keys()):
         package = _TRANSFERS[name]
         if installed and not any(found.startswith(package) for found in installed):
+            package += "" if visible_gpus() else "-non-cuda"
             text = f"sends the KV cache by {name}, which SGLang's environment lacks: "
             yield flag, (f"{text}`{args.sglang_python} -m pip install {package}`")
 

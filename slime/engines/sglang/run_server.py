@@ -63,6 +63,9 @@ def fill_cpu_gaps() -> None:
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     # The recording of routed experts locks its memory itself.
     setattr(torch.cuda, "cudart", _NothingToLock)  # noqa: B010
+    # A prefill server waits for such an event before it sends a KV cache.
+    setattr(torch.cuda, "Event", _NothingToAwait)  # noqa: B010
+    setattr(torch.cuda, "current_stream", lambda device=None: None)  # noqa: B010
     if _values(sys.argv, "--speculative-algorithm"):
         sys.exit("--sglang-speculative-algorithm needs a GPU: SGLang's kernels for it are in no CPU wheel")
     if "--enable-dp-attention" in sys.argv or _values(sys.argv, "--attn-dp-size"):
@@ -79,6 +82,16 @@ class _NothingToLock:
     @staticmethod
     def cudaHostUnregister(_pointer: int) -> int:
         return 0
+
+
+class _NothingToAwait:
+    """Replaces CUDA's events: what was copied on a CPU is there when the copy returns."""
+
+    def record(self, _stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
 
 
 def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
