@@ -60,21 +60,14 @@ class Tool:
     parameters: dict[str, Any]
     call: Callable[..., Any]
 
-    @property
-    def owner(self) -> Any:
-        return getattr(self.call, "__self__", None)
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether a call may be made again."""
-        return bool(getattr(self.call, "repeatable", getattr(self.owner, "repeatable", False)))
-
-    @property
-    def survives(self) -> bool:
-        """Whether what calls change outlives this process, or is in what the tool's object saves."""
-        is_plain = isinstance(self.call, types.FunctionType) and not self.call.__closure__
-        own = is_plain or callable(getattr(self.owner, "save", None))
-        return bool(getattr(self.call, "survives", getattr(self.owner, "survives", own)))
+    def after_a_crash(self) -> dict[str, Any]:
+        """Return whether a call may be made again, and whether its effects survive this process."""
+        call, owner = self.call, getattr(self.call, "__self__", None)
+        is_plain = isinstance(call, types.FunctionType) and not call.__closure__
+        own = is_plain or callable(getattr(owner, "save", None))
+        repeatable = getattr(call, "repeatable", getattr(owner, "repeatable", False))
+        survives = getattr(call, "survives", getattr(owner, "survives", own))
+        return {"repeatable": bool(repeatable), "survives": bool(survives), "owner": owner}
 
     def schema(self) -> dict[str, Any]:
         """Return the description that chat templates and OpenAI's API take."""
@@ -180,9 +173,8 @@ class ToolSet:
         if record is None or tool is None:
             text, is_error = await self._result(name, arguments)
         else:
-            how = {"repeatable": tool.repeatable, "survives": tool.survives, "owner": tool.owner}
             make = partial(self._result, name, arguments)
-            text, is_error = await record.once([name, arguments, call_id], make, **how)
+            text, is_error = await record.once([name, arguments, call_id], make, **tool.after_a_crash())
         self.num_errors += is_error
         return ToolResult(text, is_error)
 
