@@ -1,6 +1,6 @@
 """SGLang's deterministic mode beside the trainer: which bits repeat, and how far log-probs are from equal.
 
-It needs a GPU (SLIME_TEST_DEVICE=cuda, see test_sglang_on_gpu.py) and has never been run on one.
+It needs a GPU (SLIME_TEST_DEVICE=cuda, see test_sglang_on_gpu.py).
 """
 
 import asyncio

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 TESTS = Path(__file__).parents[1]
 FILES = [f"contracts/test_{name}.py" for name in ("sglang_fleet", "sglang_first_push", "sglang_two_parts")]
 FILES += ["contracts/test_sglang_pd.py", "contracts/test_engine_joins.py"]
-FILES += ["contracts/test_sglang_deterministic.py"]  # which has never been run
+FILES += ["contracts/test_sglang_deterministic.py"]
 FILES += [f"contracts/test_engine_{name}.py" for name in ("conformance", "control")]
 FILES += ["weight_sync/test_adapter_push.py"]
 
