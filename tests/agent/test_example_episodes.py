@@ -1,5 +1,7 @@
 """Episodes of the examples with tools: real boxes and tools, and a fake engine that says what it is told."""
 
+import itertools
+import random
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -108,3 +110,86 @@ def test_coding_agent_is_paid_for_a_repair_that_hidden_tests_accept(answers, rew
     assert sample.reward == reward
     if any("run_tests" in one for one in answers):
         assert "<result>passed</result>" in sample.response or "<result>failed</result>" in sample.response
+
+
+def shell(command):
+    return tool_model.call("shell", command=command)
+
+
+@pytest.mark.parametrize(
+    ("commands", "reward"),
+    [
+        (["sort a>b", "tail -n1 b>c"], 1.0),
+        (["sort a>b", "wc -l <b>c"], 0.5),
+        (["tac a>b", "tail -n1 b>c"], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_terminal_is_paid_for_the_files_that_tests_find(commands, reward, tmp_path):
+    label = {"files": {"a": "1\n5\n4\n2\n"}, "tests": {"b": "1\n2\n4\n5\n", "c": "5\n"}}
+    answers = [*map(shell, commands), "done"]
+    (sample,), _ = episode("terminal", tmp_path, answers, prompt="order a b last b c", label=label)
+    assert sample.reward == reward and sample.metadata["solved"] == float(reward == 1.0)
+
+
+def test_every_task_of_the_terminal_is_solved_by_its_commands(tmp_path):
+    data = load_function(f"{EXAMPLES / 'terminal' / 'data.py'}:main").__globals__
+    rng = random.Random(3)
+    for steps in itertools.islice(itertools.product(data["STEPS"], repeat=2), 0, None, 3):
+        one = data["task"](steps, ("a", "b", "c"), rng)
+        commands = [f"{data['STEPS'][step][0]}{x}>{y}" for step, x, y in zip(steps, "ab", "bc", strict=True)]
+        answers = [*map(shell, commands), "done"]
+        (sample,), _ = episode("terminal", tmp_path, answers, prompt=one["prompt"], label=one["label"])
+        assert sample.reward == 1.0, one["prompt"]
+
+
+def conversation(folder, clerk, customer):
+    """The sample of a conversation in which both say these things, each by an engine of its own."""
+    tool_model.make_tokenizer(folder)
+    tokenizer = load_tokenizer(str(folder))
+
+    async def inner():
+        async with fake_engine(tokenizer, clerk) as port, fake_engine(tokenizer, customer) as other:
+            args = declared(hf_checkpoint=str(folder), sglang_router_ip="127.0.0.1", sglang_router_port=port)
+            args.sglang_model_routers = {"customer": ("127.0.0.1", other)}
+            generate = load_function(f"{EXAMPLES / 'conversation' / 'agent.py'}:generate")
+            sample = Sample(index=0, prompt="wish nut 7 item", label=["nut", "7"])
+            return await generate(args, sample, {"max_new_tokens": 200})
+
+    return run(inner()), tokenizer
+
+
+def test_the_clerk_is_paid_for_the_booking_that_the_customer_wanted(tmp_path):
+    booking = tool_model.call("book", item="nut", count="7")
+    (sample,), tokenizer = conversation(tmp_path, ["how many?", booking, "bye"], ["i want nut", "7"])
+    assert sample.reward == 1.0 and sample.metadata["questions"] == 1
+    assert trained_text(sample, tokenizer) == f"how many?<eos>{booking}<eos>bye<eos>"
+    text = tokenizer.decode(sample.tokens)
+    assert "<task>i want nut</task>" in text and "wish" not in text, "the clerk does not read the wish"
+    twice = [booking, "how many?", booking, "bye"]
+    (sample,), _ = conversation(tmp_path, twice, ["i want nut", "7"])
+    assert sample.reward == 0.0, "a booking too many"
+
+
+def fix(path, old, new):
+    return tool_model.call("edit_file", path=path, old=old, new=new)
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward"),
+    [
+        ([tool_model.call("run_tests"), fix("b.py", "a-b", "a*b"), "done"], 1.0),
+        ([fix("b.py", "a-b", "a+b"), fix("b.py", "a+b", "a*b"), "done"], 0.75),
+        ([fix("a.py", "a+b", "a*b"), "done"], 0.0),
+        ([fix("b.py", "return a-b", "return {8: 16, 9: 9}[a]"), "done"], 0.0),
+        ([tool_model.call("edit_file", path="tests.py", old="break", new="pass"), "done"], 0.0),
+    ],
+)
+def test_repair_is_paid_for_a_project_whose_tests_pass(answers, reward, tmp_path):
+    files = {"a.py": "def f(a, b):\n    return a+b\n", "b.py": "def f(a, b):\n    return a-b\n"}
+    cases = {"shown": [["a.py", 9, 5, 14], ["b.py", 8, 2, 16]], "hidden": [["b.py", 7, 3, 21]]}
+    label = {"files": files, **cases}
+    (sample,), _ = episode("repair", tmp_path, answers, prompt="a.py a+b b.py a-b", label=label)
+    assert sample.reward == reward
+    if "run_tests" in answers[0]:
+        assert "<result>b.py f(8,2)=16</result>" in sample.response

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 LEARNT = {
     "retool": {"held_out": (0.55, 0.70)},
     "mcp_tools": {"held_out": (0.55, 0.70)},
+    "terminal": {"held_out": (0.62, 0.70)},
     "coding_agent": {"held_out": (0.58, 0.62)},
     "search_r1": {"town": (0.30, 0.45), "land": (0.30, 0.30)},
     "judge": {"judge": (0.30, 0.40), "rule": (0.30, 0.35)},
