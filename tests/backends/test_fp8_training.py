@@ -158,3 +158,22 @@ def test_products_on_a_gpu_are_those_of_the_same_values_in_full_precision():
             assert torch.equal(a.factors.cpu(), b.factors)
         found, expected = product(*ours, torch.bfloat16).cpu(), product(*plain, torch.bfloat16)
         assert off(found.float(), expected.float()) < 0.01
+
+
+@pytest.mark.gpu
+def test_a_compiled_layer_on_a_gpu_is_compiled_once_for_all_numbers_of_tokens():
+    torch._dynamo.reset()
+    layer, _ = layer_and_twin(64, 128)
+    layer = layer.to("cuda", torch.bfloat16)
+    compiled = torch.compile(layer, dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    for tokens in (50, 77, 160, 333):
+        rows = drawn(tokens, 64, seed=tokens).bfloat16().cuda()
+        direction = drawn(tokens, 128, seed=1).bfloat16().cuda()
+        expected = gradients(layer, rows, direction)
+        x = rows.clone().requires_grad_()
+        out = compiled(x)
+        found = [out, *torch.autograd.grad((out * direction).sum(), [x, layer.weight])]
+        for ours, plain in zip(found, expected, strict=True):
+            assert off(ours.float(), plain.float()) < 0.02
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2

@@ -235,3 +235,13 @@ def test_only_the_trained_model_is_rounded(dense):
     for role, rounded in (("actor", True), ("critic", False)):
         backend = create_backend(args, rank=0, world_size=1, device="cpu", role=role)
         assert any(isinstance(m, Int4Linear) for m in backend.model.modules()) == rounded
+
+
+@pytest.mark.gpu
+def test_a_gpu_rounds_as_a_cpu_does():
+    weight = torch.randn(3, 70, 256, generator=torch.Generator().manual_seed(0))
+    for tensor in (weight, weight.bfloat16()):
+        assert torch.equal(fake_quantized(tensor.cuda()).cpu(), fake_quantized(tensor))
+    values, scales = quantize_groups(weight[0].cuda())
+    expected, expected_scales = quantize_groups(weight[0])
+    assert torch.equal(pack(values).cpu(), pack(expected)) and torch.equal(scales.cpu(), expected_scales)

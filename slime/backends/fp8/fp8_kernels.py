@@ -33,7 +33,7 @@ def turn(values: Tensor, shares: Tensor, index: Tensor | None, out_rows: int) ->
 
     Index -1 is a row of zeros; without an index the rows are those of `values`.
     """
-    rows, columns = len(shares), values.shape[1]
+    rows, columns = shares.shape[0], values.shape[1]
     out = torch.empty((columns, out_rows), dtype=values.dtype, device=values.device)
     grid = ((out_rows + _ROWS - 1) // _ROWS, (columns + _COLUMNS - 1) // _COLUMNS)
     places = shares if index is None else index

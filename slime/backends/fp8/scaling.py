@@ -55,7 +55,7 @@ def turn(values: Tensor, shares: Tensor, index: Tensor | None = None) -> Tensor:
 
     M is zero-padded; index -1 is a row of zeros.
     """
-    rows, size = len(shares), _aligned(len(shares))
+    rows, size = shares.shape[0], _aligned(shares.shape[0])
     if values.is_cuda:
         return fp8_kernels.turn(values.contiguous(), shares, index, size)
     plain = values.float()
