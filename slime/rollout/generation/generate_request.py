@@ -176,9 +176,10 @@ def build_request(
     if args.lora_sync == "adapter":
         extra["lora_path"] = ADAPTER_NAME
     input_ids, image_data, forbidden = wire_form(args, sample)
-    scope, group = current_scope(), sample.group_index
-    if group is not None and not is_trained():
-        group //= _EVAL_PROMPTS
+    scope, index, group = current_scope(), sample.group_index, None
+    if index is not None and not args.router_middleware_paths:
+        # Middlewares of the router see one sample's request and response at a time.
+        group = f"train {index}" if is_trained() else f"eval {index // _EVAL_PROMPTS}"
     return GenerateRequest(
         input_ids=input_ids,
         image_data=image_data,
@@ -188,6 +189,5 @@ def build_request(
         rid=f"{scope.name if scope is not None else ''}{sample.index}-{os.urandom(16).hex()}",
         session=sample.session_id,
         extra=extra,
-        # Middlewares of the router see one sample's request and response at a time.
-        group=None if group is None or args.router_middleware_paths else f"{is_trained()} {group}",
+        group=group,
     )
