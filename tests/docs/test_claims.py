@@ -86,7 +86,8 @@ MISSING = {
     "QLoRA, adapters on a model in 4 bits": lambda: _names(r"(?i)qlora|['\"]nf4['\"]"),
     "MXFP8 or NVFP4": lambda: _names(r"(?i)['\"](mxfp8|nvfp4)['\"]"),
     "draft models trained during the run": lambda: _names(r"(?i)(eagle3?|draft)_loss|train_draft"),
-    "video and audio": lambda: not _names(r'kind in \("video", "audio"\)'),
+    # Both are refused by name.
+    "audio, and video files": lambda: not _names(r'kind in \((_VIDEO|"video"), "audio"\)'),
 }
 
 
