@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A small vision-language model learns where to look with a tool that returns pictures: minutes on two CPU cores.
+# A small vision-language model looks at fields of a picture with a tool that returns pictures: minutes on two CPU cores.
 # Flags behind the command go to the reinforcement learning: examples/geo_zoom/run.sh --num-rollout 16
 set -euo pipefail
 cd "$(dirname "$0")/../.."
