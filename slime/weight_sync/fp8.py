@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.models.fp8_blocks import SCALE_SUFFIX, quantize_blocks, uniform_noise
 from slime.utils.models.model_config import quantization_config
 
+Converter = Callable[[list[tuple[str, Tensor]]], list[tuple[str, Tensor]]]
 _WEIGHT = ".weight"
 SERVED_BLOCK = (128, 128)  # the block size that engines' kernels support
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|wte|wpe)$")
@@ -138,6 +139,17 @@ def checkpoint_format(folder: str | Path) -> Fp8Format | None:
         return Fp8Format.from_config(config, names or None)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+def make_converter(folder: str | Path, config: Mapping[str, Any] | None, seed: int | None) -> Converter:
+    """Return what converts tensors to the format that engines were started with, else to the checkpoint's."""
+    how = Fp8Format.from_config(config) if config else checkpoint_format(folder)
+    assert how is not None, f"the weights of {folder} are not quantised"
+    return lambda named: list(quantize_named(named, how, seed, known_finite=True))
+
+
+def engine_config(engine: str, folder: str | Path) -> dict[str, Any]:
+    return served_config(folder)
 
 
 def served_config(folder: str | Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.models.int4_groups import GROUP, dequantize_groups, pack, quantize_groups
-from slime.weight_sync.fp8 import _EMBEDDING, _NEVER, served_config
+from slime.weight_sync.fp8 import _EMBEDDING, _NEVER, Converter
 
 _WEIGHT = ".weight"
 _EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
@@ -66,14 +66,15 @@ def packed_config(folder: str | Path) -> dict[str, Any]:
     }
 
 
-def engine_config(quantization: str, engine: str, folder: str | Path) -> dict[str, Any] | None:
-    """Return the `quantization_config` with which an engine of this kind serves the 16-bit model in `folder`.
+def make_converter(folder: str | Path, config: dict[str, Any] | None, _seed: int | None) -> Converter:
+    """Return what converts tensors: packed for engines with this config, else to the values they mean."""
+    names = int4_names(folder)
+    return lambda named: list(quantize_named(named, names, packed=config is not None))
 
-    None: it gets 16-bit tensors, also of weights that the trainer rounds to INT4.
-    """
-    if quantization == "fp8":
-        return served_config(folder)
-    if quantization == "none" or engine != "sglang":
+
+def engine_config(engine: str, folder: str | Path) -> dict[str, Any] | None:
+    """Return the config of engines that hold INT4; None: they get 16-bit tensors with INT4's values."""
+    if engine != "sglang":
         return None
     if not any(map(_EXPERT.search, int4_names(folder))):
         raise ValueError(

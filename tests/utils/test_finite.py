@@ -45,7 +45,7 @@ def test_integers_empty_tensors_and_eight_bits_are_no_trouble():
 
 def test_the_trainer_pushes_no_weights_that_are_no_numbers():
     sender = RankSender.__new__(RankSender)
-    sender._fp8, sender._int4, sender._content = None, None, "model"
+    sender._convert, sender._content = None, "model"
     bucket = [("model.norm.weight", torch.ones(3)), ("lm_head.weight", torch.tensor([1.0, float("nan")]))]
     assert sender._in_engine_format(bucket[:1]) == bucket[:1]
     with pytest.raises(RunStopped, match=r"lm_head\.weight has values that are not finite"):

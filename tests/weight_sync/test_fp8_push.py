@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,8 +74,11 @@ def engine(model, tmp_path_factory):
 def sent_by(backend, model: Path) -> list[list]:
     """The buckets as a trainer rank sends them to engines of that checkpoint."""
     sender = RankSender.__new__(RankSender)
-    sender._backend, sender._content, sender._fp8 = backend, "model", checkpoint_format(model)
-    sender._dither_seed = sender._int4 = None
+    topology = SimpleNamespace(policy=SimpleNamespace(model_path=str(model)))
+    flags = dict(rollout_quantization="none", rollout_engine="embedded", fp8_rounding="nearest")
+    sender._args = SimpleNamespace(engine_topology=topology, **flags)
+    sender._backend, sender._content = backend, "model"
+    sender._quantization, sender._convert = sender._conversion()
     return [sender._in_engine_format(bucket) for bucket in sender._stream(None)]
 
 

@@ -23,7 +23,7 @@ from slime.utils.models.int4_groups import (
     pack,
     quantize_groups,
 )
-from slime.weight_sync.int4 import engine_config, int4_names, packed_config, quantize_named
+from slime.weight_sync.int4 import engine_config, int4_names, make_converter, packed_config, quantize_named
 
 
 def unpacked(packed: torch.Tensor) -> torch.Tensor:
@@ -113,10 +113,10 @@ def test_experts_become_int4_else_linear_layers(dense, mixture):
 
 
 def test_sglang_gets_packed_experts_and_no_packed_linear_layers(dense, mixture):
-    assert engine_config("int4", "sglang", mixture)["format"] == "pack-quantized"
-    assert engine_config("int4", "embedded", mixture) is None is engine_config("none", "sglang", mixture)
+    assert engine_config("sglang", mixture)["format"] == "pack-quantized"
+    assert engine_config("embedded", mixture) is None
     with pytest.raises(ValueError, match=r"takes new ones for experts only, and .* has none"):
-        engine_config("int4", "sglang", dense)
+        engine_config("sglang", dense)
 
 
 def test_rows_that_groups_do_not_divide_are_refused():
@@ -154,7 +154,7 @@ def pushed(backend, folder: Path) -> dict[str, torch.Tensor]:
     """The tensors as a trainer rank sends them to an embedded engine."""
     sender = RankSender.__new__(RankSender)
     sender._backend, sender._content, sender._quantization = backend, "model", None
-    sender._int4, sender._fp8 = int4_names(folder), None
+    sender._convert = make_converter(folder, None, None)
     return {
         name: t.clone() for bucket in sender._stream(None) for name, t in sender._in_engine_format(bucket)
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from slime.arguments.core.draft import Draft
 from slime.arguments.core.flag import either, flag, needs
 from slime.catalog.engines import DEFAULT_ENGINE, ENGINES
+from slime.catalog.quantizations import QUANTIZATIONS
 from slime.catalog.transports import MODES, OLDER_NAMES, TRANSPORT_CHOICES
 
 PAUSE_MODES = ("auto", "retract", "in_place", "abort")
@@ -94,7 +95,7 @@ class WeightSyncFlags:
     rollout_quantization: str = flag(
         "none",
         "serve a 16-bit --hf-checkpoint in FP8 blocks, or in INT4, to which the trainer then rounds",
-        choices=("none", "fp8", "int4"),
+        choices=("none", *QUANTIZATIONS),
     )
     fp8_rounding: str = flag(
         "auto",

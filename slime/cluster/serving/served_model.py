@@ -15,6 +15,7 @@ from slime.arguments.passthrough.router_flags import need_router_python
 from slime.catalog.deadlines import timeout_s
 from slime.catalog.engines import ENGINES
 from slime.catalog.limits import limit
+from slime.catalog.quantizations import QUANTIZATIONS
 from slime.cluster.serving.engine_host import HostedEngine
 from slime.engines.balancer import Address, Balancer, make_balancer
 from slime.engines.engine_process import EngineServer, LaunchPlan
@@ -28,7 +29,7 @@ from slime.utils.async_utils import run
 from slime.utils.http_utils import token_of
 from slime.utils.machine.children import import_environment, thread_environment
 from slime.utils.machine.run_identity import LOOPBACK, Run
-from slime.weight_sync.int4 import engine_config
+from slime.utils.misc import load_function
 
 logger = logging.getLogger(__name__)
 
@@ -254,8 +255,9 @@ def plan_engines(args: Args, run: Run, slots: tuple[Slot, ...]) -> list[LaunchPl
         path, pushed = models[place.model].model_path, models[place.model].update_weights
         if path is None:
             raise ValueError("--hf-checkpoint is required: engines serve its model.")
-        how = args.rollout_quantization if pushed else "none"
-        quantization = engine_config(how, args.rollout_engine, path)
+        row = QUANTIZATIONS.get(args.rollout_quantization) if pushed else None
+        make_config = load_function(f"{row.code}.engine_config") if row is not None else None
+        quantization = make_config(args.rollout_engine, path) if make_config is not None else None
         threads = args.engine_threads or kind.command.num_threads(Path(path), cores)
         name = f"{place.name}-node-{place.node}" if place.node else place.name
         site = EngineSite(path, pushed, place, slot.gpu_ids, slot.host, run.shm_prefix, threads, quantization)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from slime.arguments import Args, PluginArgs
 from slime.backends.shared.trainer_base import TrainBackend
 from slime.catalog.deadlines import timeout_s
+from slime.catalog.quantizations import QUANTIZATIONS
 from slime.catalog.transports import TRANSPORTS
 from slime.engines.external import read_address
 from slime.utils.errors import RunStopped
@@ -20,8 +22,8 @@ from slime.utils.machine.ports import address_towards
 from slime.utils.machine.run_identity import LOOPBACK, Run
 from slime.utils.misc import load_function
 from slime.utils.models.finite import first_non_finite
+from slime.utils.models.model_config import read_config
 from slime.utils.plugin_errors import place_of
-from slime.weight_sync import int4
 from slime.weight_sync.base import (
     DeltaOptions,
     LiveReport,
@@ -33,7 +35,6 @@ from slime.weight_sync.base import (
     WeightBundle,
 )
 from slime.weight_sync.disk import DiskSender
-from slime.weight_sync.fp8 import Fp8Format, checkpoint_format, quantize_named
 from slime.weight_sync.stage_turns import StageTurns
 from slime.weight_sync.transports import live_sender_of, transport_of
 
@@ -62,13 +63,7 @@ class RankSender:
         self._plugin_args = plugin_args
         self.know_engines(engine_urls)
         live, self._content = TRANSPORTS[transport].live, TRANSPORTS[transport].content
-        how = args.rollout_quantization
-        self._quantization = int4.engine_config(how, args.rollout_engine, self._policy_path)
-        self._int4 = int4.int4_names(self._policy_path) if how == "int4" else None
-        # The format that engines were started with, else that of their checkpoint.
-        served = self._quantization if how == "fp8" else None
-        self._fp8 = Fp8Format.from_config(served) if served else checkpoint_format(self._policy_path)
-        self._dither_seed = args.seed if args.fp8_rounding == "stochastic" else None
+        self._quantization, self._convert = self._conversion()
         self._live_sender: LiveSender | None = None
         self._turns: StageTurns | None = None  # None: what is sent live goes from every rank at once
         if live:
@@ -77,6 +72,19 @@ class RankSender:
         if rank == 0:
             make_sender = DiskSender if live else transport_of(transport).make_sender
             self._sender = make_sender(self._sender_options())
+
+    def _conversion(self) -> tuple[dict[str, Any] | None, Callable[[NamedTensors], NamedTensors] | None]:
+        """Return the engines' quantization_config, and what converts tensors; None: neither is needed."""
+        args, folder = self._args, self._policy_path
+        row, config = QUANTIZATIONS.get(args.rollout_quantization), None
+        if row is not None:
+            config = load_function(f"{row.code}.engine_config")(args.rollout_engine, folder)
+        elif self._content == "adapter" or not read_config(folder).get("quantization_config"):
+            return None, None
+        seed = args.seed if args.fp8_rounding == "stochastic" else None
+        # Without a flag engines serve the checkpoint's own format, which is FP8.
+        code = (row or QUANTIZATIONS["fp8"]).code
+        return config, load_function(f"{code}.make_converter")(folder, config, seed)
 
     def know_engines(self, urls: tuple[str, ...]) -> None:
         """Learn the addresses of all engines, again when one has joined or left."""
@@ -180,11 +188,7 @@ class RankSender:
             raise RunStopped(
                 f"{broken} has values that are not finite numbers: these weights are not pushed."
             )
-        if self._int4 is not None:
-            return list(int4.quantize_named(bucket, self._int4, packed=self._quantization is not None))
-        if self._fp8 is None or self._content == "adapter":
-            return bucket
-        return list(quantize_named(bucket, self._fp8, self._dither_seed, known_finite=True))
+        return bucket if self._convert is None or self._content == "adapter" else self._convert(bucket)
 
     def close(self) -> None:
         for sender in (self._live_sender, self._sender):
