@@ -74,10 +74,10 @@ def isolation_command(
 
 _UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--ipc", "--uts", "--cgroup"]
 _UNSHARE += ["--fork", "--kill-child", "--"]
-# The first process reads its program from its input: one line with the length, then the text.
+# The first process reads its program: one line with the length, then the text. It ends where the input does.
 BOOT = (
-    "import os\nn=b''\nwhile not n.endswith(b'\\n'): n+=os.read(0,1)\ns=b''\n"
-    "while len(s)<int(n): s+=os.read(0,int(n)-len(s))\nexec(compile(s,'box','exec'))"
+    "import os,sys\nr=lambda k: os.read(0,k) or sys.exit(1)\nn=b''\nwhile not n.endswith(b'\\n'): n+=r(1)\n"
+    "s=b''\nwhile len(s)<int(n): s+=r(int(n)-len(s))\nexec(compile(s,'box','exec'))"
 )
 
 

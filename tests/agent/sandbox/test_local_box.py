@@ -24,7 +24,7 @@ from slime.agent.sandbox import (
     exec_and_wait,
     open_sandbox,
 )
-from slime.agent.sandbox.isolation import BUBBLEWRAP, NAMESPACES, PLAIN, has_private_users, why_not
+from slime.agent.sandbox.isolation import BOOT, BUBBLEWRAP, NAMESPACES, PLAIN, has_private_users, why_not
 
 KINDS = [usable(kind) for kind in (BUBBLEWRAP, NAMESPACES, PLAIN)]
 WALLED = [usable(kind) for kind in (BUBBLEWRAP, NAMESPACES)]
@@ -278,3 +278,9 @@ def test_a_sandbox_that_is_too_large_to_be_packed_says_so_and_stays_usable(kind)
         assert (await box.exec("echo on"))[1] == "on\n"
 
     in_box(work, isolation=kind, limits=Limits(disk_bytes=1 << 20, output_bytes=1 << 19))
+
+
+@pytest.mark.parametrize("sent", [b"", b"1", b"10\nimport"])
+def test_a_first_process_whose_run_dies_before_its_program_is_sent_ends(sent):
+    command = [sys.executable, "-I", "-S", "-B", "-c", BOOT]
+    assert subprocess.run(command, input=sent, timeout=60).returncode == 1
