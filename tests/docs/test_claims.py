@@ -71,7 +71,7 @@ MISSING = {
     "larger models shown": lambda: False,  # a matter of runs, not of code
     "runs on several GPUs shown": lambda: False,  # the same
     "curves of real tasks such as GSM8K, AIME or SWE": lambda: False,  # the same
-    "vision-language models on a GPU, or with Megatron": lambda: any(
+    "vision-language models with Megatron, or long runs of them on a GPU": lambda: any(
         name in BACKENDS["megatron"].families for name in VISION_FAMILIES
     ),
     "vLLM": lambda: "vllm" in ENGINES,
