@@ -12,10 +12,10 @@ PACKAGE = Path(__file__).parent.parent / "slime"
 BUDGETS: dict[str, int] = {
     "agent": 8983,
     "algorithms": 2065,
-    "arguments": 6337,
+    "arguments": 6338,
     "backends": 13280,
     "batch": 1026,
-    "catalog": 1855,
+    "catalog": 1859,
     "cli": 7681,
     "cluster": 6897,
     "dashboard": 1718,
@@ -24,16 +24,16 @@ BUDGETS: dict[str, int] = {
     "liveness": 1213,
     "observability": 2376,
     "preflight": 2313,
-    "record": 2682,
+    "record": 2685,
     "rollout": 7181,
     "runtime": 1659,
     "simulation": 1940,
     "step": 1843,
     "utils": 6186,
-    "weight_sync": 2493,
+    "weight_sync": 2494,
     "wire and rest": 2314,
 }
-STATEMENTS = 57_181
+STATEMENTS = 57_188
 LOOP_REACHES = 38_000  # lines of all modules that slime/loop.py imports, directly or not
 LONGEST_FILE = 500
 LONGEST_FUNCTION = 80

@@ -14,6 +14,7 @@ class Backend:
     scores_split_samples: bool = False  # rm_loss works where context parallelism splits a sample
     reads_kept_checkpoints: bool = False  # also for models other than the policy, such as the reference
     folder_per_machine: bool = False  # ranks of one checkpoint may write to folders of their own
+    rounds_weights: bool = False  # in its forward pass, to the numbers of INT4 engines
     scales_loss: bool = False  # float16: gradients of an unscaled loss vanish in it
     float32_on_cpu: bool = False  # whatever precision the model is stored in
     # --dtype is that of the weights; the optimizer holds float32 master weights.
@@ -38,6 +39,7 @@ BACKENDS: dict[str, Backend] = {
         "any causal LM of transformers, sharded by PyTorch's FSDP",
         reads_kept_checkpoints=True,
         folder_per_machine=True,
+        rounds_weights=True,
         scales_loss=True,
         trains_transformers_model=True,
         shares_prompts=True,

@@ -58,6 +58,7 @@ class EngineKind:
     # (V, dialect): servers older than version V use that dialect.
     older_dialects: tuple[tuple[tuple[int, ...], Dialect], ...] = field(default=(), repr=False)
     own_python: bool = False  # runs in an interpreter of its own, without slime
+    packs_int4: bool = False  # holds INT4 weights packed, which it reads from files; False: their values
     spans_machines: bool = False  # one engine may have a process on each of several machines
     takes_sglang_flags: bool = False  # --sglang-..., topology groups, and fields that SGLang's router adds
 
@@ -113,6 +114,7 @@ ENGINES: dict[str, EngineKind] = {
             ),
         ),
         own_python=True,
+        packs_int4=True,
         spans_machines=True,
         takes_sglang_flags=True,
     ),

@@ -53,11 +53,12 @@ def create_or_open(path: Path, run_id: str) -> sqlite3.Connection:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before the first table
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        if not _has_tables(connection):
-            create_tables(connection)
-            values = (str(SCHEMA_NUMBER), run_id)
-            connection.execute("INSERT INTO meta VALUES ('schema', ?), ('run', ?)", values)
-            connection.commit()
+        if _is_new(connection):
+            with connection:  # one transaction: a run that is killed here leaves no tables
+                connection.execute("BEGIN IMMEDIATE")
+                create_tables(connection)
+                values = (str(SCHEMA_NUMBER), run_id)
+                connection.execute("INSERT INTO meta VALUES ('schema', ?), ('run', ?)", values)
         if _check_schema(connection, path) in _OLDER:
             logger.info("converting %s, which an older version of slime wrote", path)
             convert_old.convert(connection)
@@ -114,7 +115,7 @@ def refuse_foreign(path: Path, run_id: str) -> None:
         return
     connection = _connect(f"{path.resolve().as_uri()}?mode=ro{_unlocked(path)}", path)
     try:
-        if not _has_tables(connection):  # they were lost with the write-ahead log: the file is created again
+        if _is_new(connection):  # or its tables were lost with the write-ahead log
             return
         _check_schema(connection, path)
         _check_owner(connection, path, run_id)
@@ -232,8 +233,10 @@ def _connect(uri: str, path: Path) -> sqlite3.Connection:
         raise RecordError(f"{path} cannot be opened: {error}.") from error
 
 
-def _has_tables(connection: sqlite3.Connection) -> bool:
-    return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
+def _is_new(connection: sqlite3.Connection) -> bool:
+    """Return whether there are no tables, or empty ones, which a killed run of an older slime may leave."""
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    return not tables or ("meta" in tables and not connection.execute("SELECT 1 FROM meta").fetchone())
 
 
 def _check_schema(connection: sqlite3.Connection, path: Path) -> str:

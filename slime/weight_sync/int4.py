@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.catalog.engines import ENGINES
 from slime.utils.files.safetensors_files import files_by_tensor
 from slime.utils.models.int4_groups import GROUP, dequantize_groups, pack, quantize_groups
 from slime.weight_sync.fp8 import _EMBEDDING, _NEVER, Converter
@@ -74,7 +75,7 @@ def make_converter(folder: str | Path, config: dict[str, Any] | None, _seed: int
 
 def engine_config(engine: str, folder: str | Path) -> dict[str, Any] | None:
     """Return the config of engines that hold INT4; None: they get 16-bit tensors with INT4's values."""
-    if engine != "sglang":
+    if not ENGINES[engine].packs_int4:
         return None
     if not any(map(_EXPERT.search, int4_names(folder))):
         raise ValueError(

@@ -10,9 +10,9 @@ from ledger_world import World, finish, group_of
 
 from slime.cli.inspect import ledger as ledger_command
 from slime.cli.inspect import samples as samples_command
-from slime.record import LedgerReader, Record, RecordError, Select, group_entries
+from slime.record import LedgerReader, Record, RecordError, Select, group_entries, schema
 from slime.record.audit import audit
-from slime.record.schema import refuse_foreign
+from slime.record.schema import create_or_open, refuse_foreign
 from slime.utils.files.run_file import open_run_file
 from slime.utils.types import Sample
 
@@ -195,3 +195,26 @@ def test_a_record_whose_tables_went_with_the_write_ahead_log_is_begun_anew(tmp_p
         audit(path, finished=False)
     refuse_foreign(path, "run")
     assert made_run(tmp_path).audit(finished=False).violations == []
+
+
+def test_a_run_that_is_killed_while_it_creates_its_record_leaves_one_that_the_next_start_creates(
+    tmp_path, monkeypatch
+):
+    path, create = tmp_path / "record.db", schema.create_tables
+
+    def die_after(connection):
+        create(connection)
+        connection.interrupt()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(schema, "create_tables", die_after)
+    with pytest.raises(KeyboardInterrupt):
+        create_or_open(path, "run")
+    with contextlib.closing(sqlite3.connect(path)) as left:
+        assert not left.execute("SELECT name FROM sqlite_master").fetchall()
+        create(left)  # what an older version of slime left
+    monkeypatch.undo()
+    refuse_foreign(path, "run")
+    create_or_open(path, "run").close()
+    with Record(path) as record:
+        assert record.samples(Select(limit=1)) == []

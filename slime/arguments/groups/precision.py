@@ -10,6 +10,7 @@ from slime.arguments.core.draft import Draft
 from slime.arguments.groups.algorithm import LOGPROB_DIFF_THRESHOLDS
 from slime.arguments.groups.objectives import SUPERVISED_LOSSES
 from slime.catalog.backends import BACKENDS
+from slime.catalog.engines import ENGINES
 from slime.utils.models.model_config import block_size_of, read_config
 
 SIXTEEN_BITS = ("bfloat16", "float16")
@@ -146,7 +147,7 @@ def _from_16_bit(draft: Draft, from_folder: bool) -> None:
         or draft.debug_train_only,
         "the model itself is never pushed; use --lora-sync merged": draft.lora_sync == "adapter",
         f"it sets SGLang's flags itself; remove {', '.join(taken)}": taken,
-        "only --train-backend fsdp rounds weights": int4 and draft.train_backend != "fsdp",
+        "only --train-backend fsdp rounds weights": int4 and not BACKENDS[draft.train_backend].rounds_weights,
         "rounded weights need --dtype bfloat16 or float32": int4 and draft.dtype == "float16",
         "products are in 16 bits; remove --fp8-training": int4 and draft.fp8_training,
         "rounded weights have no adapters; remove --lora-rank": int4 and draft.lora_rank,
@@ -157,7 +158,7 @@ def _from_16_bit(draft: Draft, from_folder: bool) -> None:
             int4 and draft.update_weight_mode != "full"
         ),
         "SGLang gets packed weights as files; use --update-weight-transport disk": (
-            int4 and draft.rollout_engine == "sglang" and transport != "disk"
+            int4 and ENGINES[draft.rollout_engine].packs_int4 and transport != "disk"
         ),
     }
     for why, holds in reasons.items():
